@@ -1,0 +1,17 @@
+"""T3D: Twin Delayed Deep Deterministic policy gradient, in fifteen steps.
+
+    run = t3d.train("Pendulum-v1", steps=10_000, seeds=3)
+    policy = t3d.load(run)
+    action = policy(obs)
+
+`ReplayBuffer`, `Actor`, `Critic` and `T3D` are the documents' interface to the same algorithm.
+"""
+
+from t3d.api import load, train
+from t3d.documents import T3D, Actor, Critic, ReplayBuffer
+from t3d.errors import T3DError
+from t3d.policy import Policy
+from t3d.runs.folder import Run
+
+__all__ = ["T3D", "Actor", "Critic", "Policy", "ReplayBuffer", "Run", "T3DError", "load", "train"]
+__version__ = "0.1.0"

@@ -1,0 +1,63 @@
+"""What happens to a whole agent: it acts, it is updated with its own random numbers, it is taken apart.
+
+The agent itself is plain data (`steps.Agent`). A random number depends on the seed, on what it is for, and
+on the environment step or the update it is drawn in; so nothing here has a state of its own.
+"""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t3d import networks, rng
+from t3d.optim import AdamState
+from t3d.replay import Replay
+from t3d.rng import Purpose
+from t3d.steps import Agent, Knobs, Metrics, learn
+
+
+def random_action(agent: Agent, step: int, envs: int, action_dim: int) -> Tensor:
+    """Evenly over the whole range [−1, 1), to fill the memory before learning starts: (S, N, A)."""
+    dtype = agent.actor["w1"].dtype
+    return rng.uniform(agent.seeds, Purpose.RANDOM_ACTION, step, (envs, action_dim), dtype)
+
+
+@torch.no_grad()
+def explore(agent: Agent, obs: Tensor, step: int, noise: float) -> Tensor:
+    """clamp(π(s) + noise · ε, ±1), for each environment and dimension its own ε: (S, N, A)."""
+    action = networks.actor(agent.actor, obs)
+    epsilon = rng.normal(agent.seeds, Purpose.EXPLORATION, step, action.shape[1:], action.dtype)
+    return (action + noise * epsilon).clamp(-1, 1)
+
+
+def update(agent: Agent, memory: Replay, batch_size: int, knobs: Knobs, delayed: bool) -> Metrics:
+    """Steps 4 to 15 once, on a batch and with noise that belong to this update of this seed."""
+    bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (batch_size,))
+    shape, dtype = (batch_size, memory.action_dim), memory.rows.dtype
+    noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
+    return learn(memory, agent, bits, noise, knobs, delayed)
+
+
+def one_seed(agent: Agent, k: int) -> Agent:
+    """The k-th seed as an agent of its own; it shares its tensors with the whole."""
+
+    def view(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: view(tensor) for name, tensor in value.items()}
+        if isinstance(value, AdamState):
+            return AdamState(view(value.m), view(value.v), view(value.count))
+        # Weights are (S, in, out) or (2, S, in, out); counters and seeds are (S,).
+        return value.narrow(max(value.dim() - 3, 0), k, 1)
+
+    return Agent(**{field.name: view(getattr(agent, field.name)) for field in fields(agent)})
+
+
+def tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor of a state by its name, `critic_adam.m.w1`: what is saved, restored and compared."""
+    if isinstance(value, Tensor):
+        return {prefix: value}
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    dot = f"{prefix}." if prefix else ""
+    return {k: t for name, part in value.items() for k, t in tensors(part, dot + name).items()}

@@ -1,0 +1,106 @@
+"""The Python surface: `t3d.train` and `t3d.load`. The command line calls the same two."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from t3d import training
+from t3d.config import PRESETS, Config, Preset, from_values, settle
+from t3d.display import Display
+from t3d.envs import gym_maker
+from t3d.envs.gym import Maker
+from t3d.errors import T3DError, nearest
+from t3d.evaluation import Evaluator
+from t3d.policy import Policy, read_policy
+from t3d.runs.folder import Run, Which, claim
+from t3d.runs.report import learning_curve
+
+
+def train(
+    env: str | Maker,
+    steps: float | None = None,
+    seeds: int | Sequence[int] = 1,
+    out: str | Path | None = None,
+    *,
+    preset: Preset = "td3",
+    progress: bool = True,
+    **config: Any,
+) -> Run:
+    """Train T3D and return the run.
+
+    `env` is a Gymnasium id or anything that makes an environment when called; `seeds` a number of seeds
+    (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of `t3d train --help`.
+    """
+    if preset not in get_args(Preset):
+        raise T3DError(f"there is no preset '{preset}'.{nearest(preset, get_args(Preset))}")
+    if steps is not None:
+        config["steps"] = steps
+    return start(env, as_seeds(seeds), from_values(config, PRESETS[preset], "train()"), preset, out, progress)
+
+
+def as_seeds(seeds: int | Sequence[int]) -> list[int]:
+    """5 means seeds 0 to 4; [3, 5] means seeds 3 and 5."""
+    listed = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    if not listed:
+        raise T3DError(f"a run needs at least one seed; seeds is {seeds!r}.")
+    if len(set(listed)) < len(listed):
+        raise T3DError(f"the same seed twice gives the same run twice; seeds are {listed}.")
+    if not all(0 <= seed < 2**62 for seed in listed):
+        raise T3DError(f"a seed is a whole number from 0 to 2^62 − 1; seeds are {listed}.")
+    return listed
+
+
+def start(
+    env: str | Maker, seeds: list[int], config: Config, preset: Preset, out: str | Path | None, progress: bool
+) -> Run:
+    """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
+    name, make = gym_maker(env)
+    config = settle(config, preset, name, len(seeds))
+    with threads(config.threads):
+        state = training.begin(name, make, seeds, config)
+        with closing(state.envs), closing(Evaluator(name, make, seeds, config.eval_episodes)) as evaluator:
+            run = Run(claim(out, name))
+            run.begin(training.describe(name, preset, seeds, config))
+            display = Display(config.steps, seeds, quiet=not progress)
+            display.say(headline(name, preset, seeds, config, run))
+            try:
+                with display:
+                    training.run(state, evaluator, config, run, display)
+            finally:
+                if run.evaluations:
+                    learning_curve(run)
+    return run
+
+
+def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run) -> str:
+    """The first lines: what is about to happen, with the numbers that were decided by rule."""
+    many = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
+    where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
+    when = "one episode at a time" if config.update_after == "episode" else f"{config.updates_per_step:g} per step"
+    return (
+        f"T3D on {name}: {many}, {config.steps:,} steps each, on {where}\n"
+        f"preset {preset}: the first {config.random_steps:,} actions random, then updates {when},"
+        f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
+        f"run folder: {run.path}"
+    )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Results depend on how products are split over threads, so a run always uses its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def load(run: str | Path | Run, seed: int | None = None, which: Which = "best") -> Policy:
+    """A trained policy from a run folder (by default the best one of the best seed) or from a policy file."""
+    if not isinstance(run, Run) and Path(run).suffix == ".safetensors":
+        return read_policy(Path(run))
+    return Run.open(run).policy(seed, which)

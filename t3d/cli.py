@@ -1,0 +1,261 @@
+"""The command line: `t3d train`, `t3d evaluate`.
+
+Options are the fields of the dataclasses below and of `config.Config`. What is wrong with the input is said
+in one sentence, with exit code 2 and no traceback.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, arg, subcommand
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+import t3d
+from t3d import api
+from t3d.config import PRESETS, Config, Preset, from_values
+from t3d.envs import gym_maker
+from t3d.errors import T3DError, nearest
+from t3d.evaluation import Evaluator
+from t3d.policy import Policy
+from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train T3D on an environment.
+
+    For example: t3d train Pendulum-v1, or t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
+    """
+
+    env: Positional[Annotated[str, arg(metavar="ENV", help_behavior_hint="")]] = ""
+    """Id of a Gymnasium environment with continuous actions, or module:Id."""
+    seeds: Annotated[tuple[int, ...], arg(metavar="N | K K ...", help_behavior_hint="(default: 1)")] = ()
+    """One number N trains the seeds 0 to N-1 side by side; two or more are the seeds themselves."""
+    seed: Annotated[int | None, arg(metavar="K", help_behavior_hint="")] = None
+    """The one seed K."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/ENV-TIME)")] = None
+    """The run folder, new or empty."""
+    preset: Preset = "td3"
+    """Where defaults come from: td3, the authors' code since 2019; paper, that of 2018; documents."""
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Take the settings from a run's config.json; what is typed beside it goes first."""
+    knobs: Annotated[Config, arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Play noise-free episodes with the policies of a run.
+
+    The first episodes are those of the evaluations during training: asked for the same ones, it gives the
+    recorded scores again, exactly.
+    """
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """The run folder."""
+    policy: Which = "best"
+    """Each seed's policy at its best evaluation, or at the last one."""
+    seeds: Annotated[tuple[int, ...], arg(metavar="K ...", help_behavior_hint="(default: all)")] = ()
+    """The seeds to evaluate."""
+    episodes: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as in training)")] = None
+    """Episodes for each seed."""
+    allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Modules that may be imported to make the environment, if the run names one."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; exit with 0, with 2 where the input was wrong, with 130 on Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if arguments == ["--version"]:
+        print(f"t3d {t3d.__version__}")
+        return
+    try:
+        command = parse(arguments)
+        if isinstance(command, Train):
+            train(command)
+        else:
+            evaluate(command)
+    except T3DError as error:
+        print(f"t3d: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("t3d: stopped.", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # Somebody reads with `| head`: what was asked for has been read.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parse(arguments: list[str]) -> Train | Evaluate:
+    """The command and its options; a preset or a config file sets the defaults that the others are seen beside."""
+    commands = {"train": Train, "evaluate": Evaluate}
+    if not arguments[0].startswith("-") and arguments[0] not in commands:
+        word, known = arguments[0], ", ".join(commands)
+        raise T3DError(f"there is no command '{word}'; there are {known}.{nearest(word, commands)}")
+    default = _train_defaults(arguments) if arguments[0] == "train" else Train()
+    choice: Any = Annotated[Train, subcommand("train", default=default)] | Annotated[Evaluate, subcommand("evaluate")]
+    with _whole_numbers():
+        command: Train | Evaluate = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
+    return command
+
+
+_DESCRIPTION = "T3D: Twin Delayed DDPG in fifteen steps. Each command has its own --help."
+
+
+def _train_defaults(arguments: list[str]) -> Train:
+    """What `train` starts from, once --preset and --config are known."""
+    preset, file = _value_of("--preset", arguments), _value_of("--config", arguments)
+    if file is None:
+        # A preset that does not exist is left to the parser to complain of.
+        return Train(knobs=PRESETS.get(preset, Config()))
+    values = read_config(Path(file))
+    if preset is not None:
+        raise T3DError("--config brings its preset with it: give --preset or --config, not both.")
+    return Train(env=values["env"], preset=values["preset"], knobs=_knobs(values, file))
+
+
+def _knobs(values: dict[str, Any], where: str) -> Config:
+    """The knobs in a config.json."""
+    return from_values({k: v for k, v in values.items() if k not in NOT_KNOBS}, Config(), where)
+
+
+def _value_of(option: str, arguments: list[str]) -> Any:
+    for i, argument in enumerate(arguments):
+        if argument == option and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _whole_numbers() -> ConstructorRegistry:
+    """Let every whole number be typed as 1e6 or 1_000_000 too."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+        if info.type is not int:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="INT",
+            instance_from_str=lambda words: _whole_number(words[0]),
+            is_instance=lambda value: isinstance(value, int),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
+def _whole_number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        raise ValueError(f"'{word}' is not a whole number") from None
+    if not number.is_integer():
+        raise ValueError(f"{word} is not a whole number")
+    return int(number)
+
+
+def train(command: Train) -> None:
+    """Train, then say what came of it and what to type next."""
+    if not command.env:
+        raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
+    run = api.start(command.env, _chosen_seeds(command), command.knobs, command.preset, command.out, progress=True)
+    console = Console(highlight=False, soft_wrap=True)
+    last = max(row["step"] for row in run.evaluations)
+    finals = [row["mean"] for row in run.evaluations if row["step"] == last]
+    best = {seed: run.policy(seed).card for seed in run.seeds}
+    console.print()
+    console.print(f"Mean return at step {last:,}: {sum(finals) / len(finals):.1f}", style="bold")
+    for seed, final in zip(run.seeds, finals, strict=True):
+        card = best[seed]
+        top = sum(card.returns) / len(card.returns)
+        console.print(f"  seed {seed}: {final:.1f} at the end, {top:.1f} at its best (step {card.step:,})")
+    folder = shlex.quote(str(run.path))
+    console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
+    console.print("Next:")
+    console.print(f"  t3d evaluate {folder} --episodes 100")
+    console.print(f'  python -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
+
+
+def _chosen_seeds(command: Train) -> list[int]:
+    if command.seed is not None:
+        if command.seeds:
+            raise T3DError("give --seed or --seeds, not both.")
+        return api.as_seeds([command.seed])
+    if not command.seeds:
+        return api.as_seeds(read_config(command.config)["seeds"] if command.config else 1)
+    return api.as_seeds(command.seeds if len(command.seeds) > 1 else command.seeds[0])
+
+
+def evaluate(command: Evaluate) -> None:
+    """Play the episodes and show them beside what was recorded."""
+    run = Run.open(command.run)
+    knobs = _knobs(run.config, str(run.path / "config.json"))
+    wanted = list(command.seeds) or run.seeds
+    policies = {seed: run.policy(seed, command.policy) for seed in wanted}
+    episodes = knobs.eval_episodes if command.episodes is None else command.episodes
+    if episodes < 1:
+        raise T3DError(f"--episodes must be at least 1; it is {episodes}.")
+    returns = played(run, knobs, policies, episodes, command.allow_module)
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("seed", "policy", "mean return", "deviation", "lowest", "highest", "as recorded"):
+        table.add_column(title, justify="left" if title in ("seed", "policy") else "right")
+    for seed, policy in policies.items():
+        scores, recorded = returns[seed], policy.card.returns
+        both = min(len(scores), len(recorded))
+        same = "yes" if scores[:both] == recorded[:both] else f"no: {_mean(recorded):.2f}"
+        spread = float(torch.tensor(scores, dtype=torch.float64).std(correction=0))
+        numbers = (_mean(scores), spread, min(scores), max(scores))
+        table.add_row(str(seed), f"{command.policy}, step {policy.card.step:,}", *(f"{x:.2f}" for x in numbers), same)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{run.config['env']}, {episodes} episodes for each seed, without noise")
+    console.print(table)
+    if len(returns) > 1:
+        console.print(f"mean over seeds: {_mean([_mean(scores) for scores in returns.values()]):.2f}", style="bold")
+
+
+def played(
+    run: Run, knobs: Config, policies: dict[int, Policy], episodes: int, allow_module: tuple[str, ...]
+) -> dict[int, list[float]]:
+    """The returns of each seed's policy, played in the shape that the run's own evaluations had."""
+    name, make = gym_maker(run.config["env"], allow_module)
+    stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
+    actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
+    device = "cuda" if knobs.device == "cuda" and torch.cuda.is_available() else "cpu"
+    actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
+    returns: dict[int, list[float]] = {seed: [] for seed in policies}
+    with (
+        api.threads(knobs.threads),
+        closing(Evaluator(name, make, run.seeds, knobs.eval_episodes)) as evaluator,
+    ):
+        if (
+            list(evaluator.envs.obs_shape) != stand_in.card.obs_shape
+            or evaluator.envs.actions.dim != stand_in.actions.dim
+        ):
+            raise T3DError(f"{name} has other observations or actions now than when {run.path} was trained.")
+        for first in range(0, episodes, knobs.eval_episodes):
+            evaluation = evaluator.play(actor, first)
+            for k, seed in enumerate(run.seeds):
+                if seed in policies:
+                    returns[seed] += evaluation.returns[k].tolist()
+    return {seed: scores[:episodes] for seed, scores in returns.items()}
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)

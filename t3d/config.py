@@ -1,0 +1,178 @@
+"""Every knob of a run once, with its help text; the presets; and what a knob left open becomes.
+
+The knobs that stand in the equations are `steps.Knobs`; this adds those of the loop around them.
+`config.json` in a run folder holds the values that were used, none of them open.
+"""
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from tyro.conf import arg
+
+from t3d.errors import T3DError, nearest
+from t3d.steps import Knobs
+
+Preset = Literal["td3", "paper", "documents"]
+
+AUTO = -1  # a whole number left open, for `settle` to decide
+
+
+@dataclass(frozen=True)
+class Config(Knobs):
+    """How to train."""
+
+    steps: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 1e6; Pendulum-v1: 1e4)")] = AUTO
+    """Environment steps for each seed; 1e6 is fine."""
+    random_steps: Annotated[
+        int, arg(metavar="INT", help_behavior_hint="(default: 25000; pendulums, Reacher: 1000)")
+    ] = AUTO
+    """Actions drawn evenly from the whole range before the actor plays; at most a tenth of the steps."""
+    exploration_noise: float = 0.1
+    """Standard deviation of the noise on the actor's actions, 1 being half the action range."""
+    batch_size: int = 256
+    """Transitions in a batch. [step 4]"""
+    buffer_size: int = 1_000_000
+    """Transitions the replay memory holds for each seed. [step 1]"""
+    hidden: tuple[int, ...] = (256, 256)
+    """Sizes of the hidden layers. [steps 2, 3]"""
+    updates_per_step: float = 1.0
+    """Updates for each environment step."""
+    update_after: Literal["step", "episode"] = "step"
+    """Update after each step once the random steps are over, or N times after an episode of N steps."""
+    eval_every: int = 5_000
+    """Environment steps between evaluations; there is one at the start and at the end too."""
+    eval_episodes: int = 10
+    """Noise-free episodes in an evaluation."""
+    log_every: int = 1_000
+    """Environment steps between rows of losses and values in metrics.jsonl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to learn; auto takes a GPU if there is one."""
+    threads: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: by size)")] = AUTO
+    """CPU threads for matrix products."""
+
+
+PRESETS: dict[Preset, Config] = {
+    # The authors' code since 2019.
+    "td3": Config(),
+    # The TD3 paper of 2018.
+    "paper": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, update_after="episode"),
+    # The five documents.
+    "documents": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, update_after="episode"),
+}
+
+_SMALL_TASKS = ("Pendulum", "InvertedPendulum", "InvertedDoublePendulum", "Reacher")
+_PAPER_LONG_TASKS = ("HalfCheetah", "Ant")
+
+# The values a knob may take: from and to, and whether the lower end itself is allowed.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "gamma": (0, 1, True),
+    "tau": (0, 1, False),
+    "target_noise": (0, 10, True),
+    "target_noise_clip": (0, 10, True),
+    "policy_delay": (1, 1_000_000, True),
+    "actor_lr": (0, 1, False),
+    "critic_lr": (0, 1, False),
+    "steps": (1, 1e12, True),
+    "random_steps": (0, 1e12, True),
+    "exploration_noise": (0, 10, True),
+    "batch_size": (1, 1_000_000, True),
+    "buffer_size": (1, 2**31 - 1, True),
+    "hidden": (1, 65_536, True),
+    "updates_per_step": (0, 1000, False),
+    "eval_every": (1, 1e12, True),
+    "eval_episodes": (1, 10_000, True),
+    "log_every": (1, 1e12, True),
+    "threads": (1, 1024, True),
+}
+
+
+def flag(name: str) -> str:
+    """A knob as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
+    """`base` with some knobs set from Python or JSON values; `where` they came from is named if one is off."""
+    known = {field.name for field in fields(Config)}
+    for name in values:
+        if name not in known:
+            raise T3DError(f"{where}: there is no setting '{name}'.{nearest(name, known)}")
+    hints = get_type_hints(Config)  # Annotated is stripped
+    return replace(base, **{name: _typed(where, name, value, hints[name]) for name, value in values.items()})
+
+
+def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
+    """The value as the knob's type, if it can be read as such: 1e6 is a whole number, [64, 64] a tuple."""
+    wrong = T3DError(f"{where}: {name} cannot be {value!r}; {_expected(hint)}.")
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise wrong
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong
+        return tuple(_typed(where, name, item, int) for item in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong
+    if hint is int and value != value // 1:
+        raise wrong
+    return hint(value)
+
+
+def _expected(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "it is one of " + ", ".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return "it is a list of whole numbers"
+    return "it is a number" if hint is float else "it is a whole number"
+
+
+def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
+    """Decide what was left open, by fixed rules, and refuse what is out of range."""
+    task = env.split(":")[-1].split("/")[-1].split("-")[0]
+    steps = config.steps
+    if steps == AUTO:
+        steps = 10_000 if task == "Pendulum" else 1_000_000
+    random_steps = config.random_steps
+    if random_steps == AUTO:
+        if preset == "td3":
+            random_steps = 1_000 if task in _SMALL_TASKS else 25_000
+        elif preset == "paper":
+            random_steps = 10_000 if task in _PAPER_LONG_TASKS else 1_000
+        else:
+            random_steps = 10_000
+        random_steps = min(random_steps, steps // 10)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = _threads(config, seeds) if config.threads == AUTO else config.threads
+    config = replace(config, steps=steps, random_steps=random_steps, device=device, threads=threads)
+    _check(config)
+    return config
+
+
+def _threads(config: Config, seeds: int) -> int:
+    """More threads than cores never help; below a million multiplications one thread is as fast as two."""
+    widest = max(config.hidden, default=1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1
+
+
+def _check(config: Config) -> None:
+    for name, (low, high, closed) in _RANGES.items():
+        value = getattr(config, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if not (low <= number <= high) or (number == low and not closed):
+                between = f"between {low:g} and {high:g}" if closed else f"above {low:g} and at most {high:g}"
+                raise T3DError(f"{flag(name)} must be {between}; it is {number:g}.")
+    if not config.hidden:
+        raise T3DError("--hidden needs at least one layer, for example --hidden 256 256.")
+    if config.random_steps >= config.steps:
+        raise T3DError(
+            f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
+            " give fewer random steps or more steps."
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")

@@ -1,0 +1,257 @@
+"""The documents' interface: `ReplayBuffer`, `Actor`, `Critic` and `T3D`, with their names and shapes.
+
+A thin layer over the functions of `steps`, so that a script written from the documents runs unchanged and
+runs the same algorithm as `t3d train`. Here states, actions and noise are in the environment's own units,
+and actions lie within ±max_action.
+"""
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from t3d import files, networks, rng, steps
+from t3d.agent import tensors
+from t3d.errors import T3DError
+from t3d.networks import Parameters
+from t3d.replay import Batch, Replay
+from t3d.rng import Purpose
+
+Transition = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]
+Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+
+
+class ReplayBuffer:
+    """[step 1] The replay memory, filled with (state, next_state, action, reward, done)."""
+
+    def __init__(self, max_size: float = 1e6) -> None:
+        if not 1 <= max_size < 2**31:
+            raise T3DError(f"a replay buffer holds between 1 and 2^31 transitions; max_size is {max_size}.")
+        self.max_size = int(max_size)
+        self._replay: Replay | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._replay is None else int(self._replay.length)
+
+    def add(self, transition: Transition) -> None:
+        """[step 1] Store one transition; when the buffer is full, over the oldest."""
+        names = ("state", "next_state", "action", "reward", "done")
+        if len(transition) != len(names):
+            raise T3DError(f"a transition is ({', '.join(names)}); this one has {len(transition)} parts.")
+        parts = [np.asarray(part).reshape(1, 1, -1) for part in transition]
+        if self._replay is None:
+            # The first transition tells the sizes, and whether states come in single or double precision.
+            dtype = torch.float64 if np.result_type(*parts[:3]).itemsize > 4 else torch.float32
+            self._replay = Replay(1, self.max_size, parts[0].size, parts[2].size, dtype)
+        replay = self._replay
+        sizes = (replay.obs_dim, replay.obs_dim, replay.action_dim, 1, 1)
+        for name, part, size in zip(names, parts, sizes, strict=True):
+            if part.size != size:
+                raise T3DError(f"the {name} of this transition has {part.size} numbers, those before it {size}.")
+        state, next_state, action, reward, done = (torch.tensor(part, dtype=replay.rows.dtype) for part in parts)
+        one = torch.ones(1, 1, dtype=replay.rows.dtype)
+        replay.add(state, action, reward[..., 0], next_state, done[..., 0], one, one.bool())
+
+    def sample(self, batch_size: int) -> Arrays:
+        """[step 4] states, next_states, actions, rewards (n, 1), dones (n, 1), drawn with `np.random`."""
+        if self._replay is None:
+            raise T3DError("the replay buffer is empty: add transitions before sampling.")
+        bits = np.random.randint(0, 2**32, size=(1, batch_size), dtype=np.int64)
+        batch = self._replay.sample(torch.from_numpy(bits), gamma=1.0)
+        scalars = (batch.reward[..., None], batch.terminated[..., None])
+        states, next_states, actions, rewards, dones = (
+            part[0].numpy() for part in (batch.obs, batch.next_obs, batch.action, *scalars)
+        )
+        return states, next_states, actions, rewards, dones
+
+
+class Samples(Protocol):
+    """Anything that samples as the documents' buffer does."""
+
+    def sample(self, batch_size: int) -> Any: ...
+
+
+class _Network(nn.Module):
+    """Layers `layer_1`, `layer_2`, … in the layout of `nn.Linear` that are views of live parameters."""
+
+    def __init__(self, parameters: Parameters, twins: int) -> None:
+        super().__init__()
+        self.depth = len(parameters) // 2
+        for twin in range(twins):
+            for i in range(1, self.depth + 1):
+                w, b = parameters[f"w{i}"], parameters[f"b{i}"]
+                # (1, in, out) for an actor, (2, 1, in, out) for critics -> (out, in) and (out,), the same memory.
+                w, b = w.reshape(-1, *w.shape[-2:])[twin], b.reshape(-1, b.shape[-1])[twin]
+                layer = nn.Linear(w.shape[0], w.shape[1], device="meta")
+                layer.weight, layer.bias = nn.Parameter(w.T), nn.Parameter(b)
+                self.add_module(f"layer_{twin * self.depth + i}", layer)
+
+    def parameters_of(self, twin: int) -> Parameters:
+        """One network as the functions of `networks` take it, still tied to this module's parameters."""
+        parameters = {}
+        for i in range(1, self.depth + 1):
+            layer = self.get_submodule(f"layer_{twin * self.depth + i}")
+            assert isinstance(layer, nn.Linear)
+            parameters[f"w{i}"], parameters[f"b{i}"] = layer.weight.T, layer.bias[None]
+        return parameters
+
+
+class Actor(_Network):
+    """[step 2] `actor(state)` -> actions within ±max_action."""
+
+    def __init__(
+        self,
+        state_dim: int,
+        action_dim: int,
+        max_action: float,
+        *,
+        hidden: Sequence[int] = (400, 300),
+        parameters: Parameters | None = None,
+    ) -> None:
+        if parameters is None:
+            parameters = networks.init_actor(_new_seed(), state_dim, action_dim, hidden, torch.get_default_dtype())
+        super().__init__(parameters, twins=1)
+        self.max_action = float(max_action)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return networks.actor(self.parameters_of(0), state, self.max_action)
+
+
+class Critic(_Network):
+    """[step 3] `critic(state, action)` -> Q1 (n, 1) and Q2 (n, 1); `critic.Q1(state, action)` the first alone."""
+
+    def __init__(
+        self,
+        state_dim: int,
+        action_dim: int,
+        *,
+        hidden: Sequence[int] = (400, 300),
+        parameters: Parameters | None = None,
+    ) -> None:
+        if parameters is None:
+            parameters = networks.init_critic(_new_seed(), state_dim, action_dim, hidden, torch.get_default_dtype())
+        super().__init__(parameters, twins=2)
+
+    def forward(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        return self.Q1(state, action), self._q(1, state, action)
+
+    def Q1(self, state: Tensor, action: Tensor) -> Tensor:
+        return self._q(0, state, action)
+
+    def _q(self, twin: int, state: Tensor, action: Tensor) -> Tensor:
+        return networks.critic(self.parameters_of(twin), state, action)[..., None]
+
+
+class T3D:
+    """The documents' agent: four objects that hold six networks, and the training process."""
+
+    def __init__(
+        self,
+        state_dim: int,
+        action_dim: int,
+        max_action: float,
+        *,
+        hidden: Sequence[int] = (400, 300),
+        actor_lr: float = 1e-3,
+        critic_lr: float = 1e-3,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.state_dim, self.action_dim = int(state_dim), int(action_dim)
+        self.max_action = float(max_action)
+        if not 0 < self.max_action < float("inf"):
+            raise T3DError(f"max_action must be positive and finite; it is {self.max_action}.")
+        self.actor_lr, self.critic_lr = actor_lr, critic_lr
+        self._show(steps.init_agent(_new_seed().to(device), self.state_dim, self.action_dim, hidden, dtype))
+
+    def _show(self, agent: steps.Agent) -> None:
+        """Make the four objects of the documents around the agent's own tensors."""
+        self._agent = agent
+        sizes = (self.state_dim, self.action_dim)
+        self.actor = Actor(*sizes, self.max_action, parameters=agent.actor)
+        self.actor_target = Actor(*sizes, self.max_action, parameters=agent.target_actor)
+        self.critic = Critic(*sizes, parameters=agent.critic)
+        self.critic_target = Critic(*sizes, parameters=agent.target_critic)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "T3D":
+        twin = copy(self)  # a module copied by itself would lose its tie to the agent's tensors
+        twin._show(deepcopy(self._agent, memo))
+        return twin
+
+    @property
+    def updates(self) -> int:
+        """How often the critics were updated in the agent's life."""
+        return int(self._agent.updates)
+
+    @torch.no_grad()
+    def select_action(self, state: ArrayLike) -> NDArray[np.float32]:
+        """The actor's action for one state, without noise: float32 (action_dim,)."""
+        obs = np.asarray(state, dtype=np.float64)
+        if obs.size != self.state_dim:
+            raise T3DError(f"select_action takes one state of {self.state_dim} numbers; this has {obs.size}.")
+        action = networks.actor(self._agent.actor, self._tensor(obs.reshape(1, -1)), self.max_action)
+        return np.asarray(action.flatten().cpu().numpy(), dtype=np.float32)
+
+    def train(
+        self,
+        replay_buffer: Samples,
+        iterations: int,
+        batch_size: int = 100,
+        discount: float = 0.99,
+        tau: float = 0.005,
+        policy_noise: float = 0.2,
+        noise_clip: float = 0.5,
+        policy_freq: int = 2,
+    ) -> None:
+        """Steps 4 to 15, `iterations` times; the delay counts over the agent's life: updates 2, 4, ..."""
+        agent = self._agent
+        knobs = steps.Knobs(
+            gamma=discount,
+            tau=tau,
+            target_noise=policy_noise,
+            target_noise_clip=noise_clip,
+            policy_delay=policy_freq,
+            actor_lr=self.actor_lr,
+            critic_lr=self.critic_lr,
+        )
+        no_bits = torch.empty(0)  # the buffer draws its own
+        for update in range(self.updates + 1, self.updates + int(iterations) + 1):
+            memory = _Sampled(*(self._tensor(part) for part in replay_buffer.sample(batch_size)))
+            noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, memory.action.shape, memory.action.dtype)
+            steps.learn(memory, agent, no_bits, noise, knobs, update % policy_freq == 0, self.max_action)
+
+    def save(self, filename: str, directory: str | Path) -> None:
+        """Everything that learns, in `directory/filename.safetensors`."""
+        folder = files.make_folder(Path(directory))
+        files.write_tensors(folder / f"{filename}.safetensors", tensors(self._agent))
+
+    def load(self, filename: str, directory: str | Path) -> None:
+        """Restore networks, targets, optimizers and counters; the agent goes on as if it had never stopped."""
+        path = Path(directory) / f"{filename}.safetensors"
+        files.copy_tensors(path, files.read_tensors(path), tensors(self._agent))
+
+    def _tensor(self, array: ArrayLike) -> Tensor:
+        live = self._agent.actor["w1"]
+        return torch.as_tensor(np.asarray(array), dtype=live.dtype, device=live.device)
+
+
+class _Sampled:
+    """[step 4] A batch that the documents' buffer has drawn, as one seed's `Batch`."""
+
+    def __init__(self, states: Tensor, next_states: Tensor, actions: Tensor, rewards: Tensor, dones: Tensor) -> None:
+        self.action = actions
+        self._arrays = (states, actions, rewards.flatten(), next_states, dones.flatten())
+
+    def sample(self, bits: Tensor, gamma: float) -> Batch:
+        obs, action, reward, next_obs, done = (tensor[None] for tensor in self._arrays)
+        return Batch(obs, action, reward, next_obs, done, torch.full_like(reward, gamma))
+
+
+def _new_seed() -> Tensor:
+    """A seed from torch's global generator, so that `torch.manual_seed` decides what follows."""
+    return torch.randint(2**62, (1,))

@@ -1,0 +1,167 @@
+"""Gymnasium environments, stepped one after another in this process."""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import error, spaces
+from numpy.typing import NDArray
+
+from t3d.envs.actions import ActionRange
+from t3d.envs.batch import Flags, Floats, Moved
+from t3d.errors import T3DError, nearest
+
+Maker = Callable[[], "gymnasium.Env[Any, Any]"]
+EpisodeSeed = Callable[[int, int], int]
+
+
+def gym_maker(env: str | Maker, allowed_modules: tuple[str, ...] | None = None) -> tuple[str, Maker]:
+    """A name to show and a function that makes one environment, from an id or from any callable.
+
+    An id may name a module to import first, `module:Id`; `allowed_modules`, if given, says which may be.
+    """
+    if not isinstance(env, str):
+        name = getattr(env, "__name__", type(env).__name__)
+        return name, _called(env, name)
+    module, _, plain = env.rpartition(":")
+    if module and allowed_modules is not None and module not in allowed_modules:
+        raise T3DError(
+            f"{env} would import the module {module}, which only a file asks for;"
+            f" if you trust it, add --allow-module {module}."
+        )
+    return env, lambda: _from_id(env, plain)
+
+
+def _called(make: Maker, name: str) -> Maker:
+    def checked() -> "gymnasium.Env[Any, Any]":
+        made = make()
+        if not isinstance(made, gymnasium.Env):
+            raise T3DError(f"{name}() gave a {type(made).__name__}, not a gymnasium.Env.")
+        return made
+
+    return checked
+
+
+def _from_id(env: str, plain: str) -> "gymnasium.Env[Any, Any]":
+    spec = gymnasium.registry.get(plain)
+    if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
+        _quiet_mujoco()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return gymnasium.make(env, disable_env_checker=True)
+    except ModuleNotFoundError as problem:
+        raise T3DError(f"{env}: there is no module {problem.name} to import.") from problem
+    except error.DependencyNotInstalled as problem:
+        extra = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
+        raise T3DError(f"{env} needs a package that is not installed. To install it: {extra}") from problem
+    except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
+        raise T3DError(f"there is no environment {env}.{nearest(plain, gymnasium.registry)}") from problem
+    except error.Error as problem:
+        raise T3DError(f"{env} cannot be made: {problem}") from problem
+
+
+def _quiet_mujoco() -> None:
+    """MuJoCo's deprecation warnings would go to the terminal and into MUJOCO_LOG.TXT, wherever one stands."""
+    try:
+        import mujoco
+    except ImportError:
+        return  # Gymnasium says what is missing
+    mujoco.set_mju_user_warning(lambda message: None)
+
+
+class GymBatch:
+    """N copies of a Gymnasium environment."""
+
+    def __init__(self, name: str, make: Maker, count: int, episode_seed: EpisodeSeed) -> None:
+        self.name, self.count = name, count
+        self._episode_seed = episode_seed
+        first = make()
+        try:
+            self._space = first.observation_space
+            self.obs_shape, self.obs_dim = _observation(self._space, name)
+            self.actions = ActionRange.of(first.action_space, name)
+        except BaseException:
+            first.close()
+            raise
+        self._envs = [first, *(make() for _ in range(count - 1))]
+        self.episode_limit = None if first.spec is None else first.spec.max_episode_steps
+        self._episode = [-1] * count
+        self._length = [0] * count
+        self._obs = np.zeros((count, self.obs_dim), np.float32)
+
+    def reset(self) -> Floats:
+        for i in range(self.count):
+            self._obs[i] = self._reset_one(i)
+        return self._obs.copy()
+
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+        to_env = self.actions.to_env(np.asarray(actions))
+        reward = np.zeros(self.count)
+        terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        valid = np.ones(self.count, bool) if active is None else active.copy()
+        final_obs = self._obs.copy()
+        for i in map(int, np.flatnonzero(valid)):
+            self._length[i] += 1
+            try:
+                raw, reward[i], terminated[i], truncated[i], _ = self._envs[i].step(to_env[i])
+            except Exception as problem:
+                raise self._failed(i, "step", problem) from problem
+            final_obs[i] = self._checked(i, raw, reward[i])
+            ended = terminated[i] or truncated[i]
+            self._obs[i] = self._reset_one(i) if ended else final_obs[i]
+        return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+    def _reset_one(self, i: int) -> Floats:
+        self._episode[i] += 1
+        self._length[i] = 0
+        try:
+            raw, _ = self._envs[i].reset(seed=self._episode_seed(i, self._episode[i]))
+        except Exception as problem:
+            raise self._failed(i, "reset", problem) from problem
+        return self._checked(i, raw, 0.0)
+
+    def _checked(self, i: int, raw: Any, reward: float) -> Floats:
+        """The observation as a flat float32 row, if it and the reward can be learned from."""
+        if isinstance(self._space, spaces.Box):
+            raw = np.asarray(raw)
+            if raw.shape != self.obs_shape:
+                raise T3DError(f"{self._where(i)}: the observation has the shape {raw.shape}, not {self.obs_shape}.")
+        else:
+            raw = spaces.flatten(self._space, raw)
+        with np.errstate(over="ignore"):
+            obs: Floats = np.asarray(raw, dtype=np.float32).reshape(-1)
+        if not np.isfinite(obs).all():
+            bad = int(np.flatnonzero(~np.isfinite(obs))[0])
+            raise T3DError(f"{self._where(i)}: observation[{bad}] is {obs[bad]}; nothing can be learned from that.")
+        if not abs(reward) <= 1e30:
+            raise T3DError(f"{self._where(i)}: the reward is {reward}; nothing can be learned from that.")
+        return obs
+
+    def _where(self, i: int) -> str:
+        return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"
+
+    def _failed(self, i: int, call: str, problem: Exception) -> T3DError:
+        frame = traceback.extract_tb(problem.__traceback__)[-1]
+        return T3DError(
+            f"{self._where(i)}: {call}() raised {type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"
+        )
+
+
+def _observation(space: spaces.Space[Any], name: str) -> tuple[tuple[int, ...], int]:
+    """The shape of an observation and how many numbers it has once flat."""
+    if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
+        raise T3DError(f"{name} shows images {space.shape}; only vectors of numbers can be learned from yet.")
+    if not space.is_np_flattenable:
+        raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a vector.")
+    size = spaces.flatdim(space)
+    if size == 0:
+        raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
+    return (space.shape if isinstance(space, spaces.Box) else (size,)), size

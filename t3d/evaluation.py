@@ -1,0 +1,65 @@
+"""Noise-free episodes, on environments of their own, from seeds that stay the same.
+
+Every policy of a run is evaluated in one batch of one shape, (S, episodes, O), during training and ever
+after: products of another shape may round differently, and then a recorded score could not be had again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from t3d import networks, rng
+from t3d.envs import GymBatch
+from t3d.envs.gym import Maker
+from t3d.networks import Parameters
+from t3d.rng import Purpose
+
+# Where an environment does not say how long an episode may last, an evaluation must still end.
+LONGEST_EPISODE = 10_000
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Episode by episode: (S, episodes)."""
+
+    returns: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+
+
+class Evaluator:
+    """The environments that evaluations play in: one for each seed and episode, used again each time."""
+
+    def __init__(self, name: str, make: Maker, seeds: Sequence[int], episodes: int) -> None:
+        self.seeds, self.episodes = list(seeds), episodes
+        self._first_episode = 0
+        self.envs = GymBatch(name, make, len(self.seeds) * episodes, self._episode_seed)
+
+    def _episode_seed(self, env: int, _: int) -> int:
+        seed, episode = self.seeds[env // self.episodes], env % self.episodes + self._first_episode
+        return rng.integer(seed, Purpose.EVALUATION, episode)
+
+    @torch.no_grad()
+    def play(self, actor: Parameters, first_episode: int = 0) -> Evaluation:
+        """Episodes `first_episode`, … of every seed with its own actor (S, in, out)."""
+        self._first_episode = first_episode
+        shape = (len(self.seeds), self.episodes)
+        device = actor["w1"].device
+        returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
+        active = np.ones(self.envs.count, bool)
+        limit = self.envs.episode_limit or LONGEST_EPISODE
+        obs = self.envs.reset()
+        while active.any():
+            batch = torch.from_numpy(obs).reshape(*shape, -1).to(device)
+            action = networks.actor(actor, batch).flatten(0, 1).cpu().numpy()
+            moved = self.envs.step(action, active)
+            returns += moved.reward
+            lengths += moved.valid
+            active &= ~(moved.terminated | moved.truncated) & (lengths < limit)
+            obs = moved.obs
+        return Evaluation(returns.reshape(shape), lengths.reshape(shape))
+
+    def close(self) -> None:
+        self.envs.close()

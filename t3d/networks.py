@@ -1,0 +1,66 @@
+"""[steps 2 and 3] Actor and critics as pure functions of (parameters, inputs).
+
+A network is a dictionary of tensors and a function that reads it. A target is another dictionary given to
+the same function, so the documents' six networks are two functions and four dictionaries.
+
+Shapes: S seeds, B batch, O observation, A action. Seeds and twins are leading axes, the twin first:
+an actor's weights are (S, in, out), the critics' (2, S, in, out); biases keep a 1 where the batch goes,
+so a layer is `x @ w + b` whatever stands in front. obs (S, B, O), action (S, B, A), q (2, S, B).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from t3d.rng import Purpose, uniform
+
+Parameters = dict[str, Tensor]
+
+
+def actor(parameters: Parameters, obs: Tensor, limit: float = 1.0) -> Tensor:
+    """[step 2] a = limit · tanh(MLP(s)), so that every action is within its bounds."""
+    return limit * torch.tanh(mlp(parameters, obs))
+
+
+def critic(parameters: Parameters, obs: Tensor, action: Tensor) -> Tensor:
+    """[step 3] q = MLP(s, a); with twin parameters both critics at once, q[0] and q[1]."""
+    return mlp(parameters, torch.cat([obs, action], -1)).squeeze(-1)
+
+
+def first(parameters: Parameters) -> Parameters:
+    """[step 3] The first of the two critics alone, the documents' `Q1`."""
+    return {name: tensor[0] for name, tensor in parameters.items()}
+
+
+def mlp(parameters: Parameters, x: Tensor) -> Tensor:
+    """Linear layers with ReLU between them."""
+    layers = len(parameters) // 2
+    for layer in range(1, layers + 1):
+        x = x @ parameters[f"w{layer}"] + parameters[f"b{layer}"]
+        if layer < layers:
+            x = torch.relu(x)
+    return x
+
+
+def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:
+    """[step 2] The actor's first weights, for each seed its own."""
+    weights = init_mlp(seeds, Purpose.ACTOR_WEIGHTS, 1, (obs_dim, *hidden, action_dim), dtype)
+    return {name: tensor[0].clone() for name, tensor in weights.items()}
+
+
+def init_critic(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:
+    """[step 3] The first weights of two critics. Twins that start equal stay equal, so each has its own."""
+    return init_mlp(seeds, Purpose.CRITIC_WEIGHTS, 2, (obs_dim + action_dim, *hidden, 1), dtype)
+
+
+def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype) -> Parameters:
+    """Uniform within ±1/√in for weights and biases, as `nn.Linear` starts: (copies, S, in or 1, out)."""
+    parameters = {}
+    for layer, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
+        for name, rows in (("w", fan_in), ("b", 1)):
+            # One counter for each tensor; the index runs over copies, rows and columns.
+            draw = uniform(seeds, purpose, 2 * layer + (name == "b"), (copies, rows, fan_out), dtype)
+            parameters[f"{name}{layer}"] = (draw * fan_in**-0.5).transpose(0, 1).contiguous()
+    return parameters

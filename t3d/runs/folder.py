@@ -1,0 +1,134 @@
+"""Making a run folder, writing to it, and reading it again."""
+
+import json
+import re
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from t3d import files
+from t3d.config import PRESETS
+from t3d.errors import T3DError
+from t3d.policy import Policy, read_policy
+
+FORMAT = 1
+NOT_KNOBS = ("format", "env", "seeds", "preset", "versions")  # what config.json holds beside the knobs
+Which = Literal["best", "last"]
+
+
+def claim(out: str | Path | None, env: str) -> Path:
+    """A new, empty run folder; one that is already used is refused."""
+    if out is None:
+        stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', env)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path, count = Path("runs") / stem, 2
+        while path.exists():
+            path, count = Path("runs") / f"{stem}-{count}", count + 1
+    else:
+        path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise T3DError(f"{path} is a file, not a folder; give --out another name.")
+    try:
+        held = "a run" if (path / "config.json").exists() else "files" if path.exists() and any(path.iterdir()) else ""
+    except OSError as error:
+        raise T3DError(f"cannot use the folder {path}: {error.strerror}.") from error
+    if held:
+        raise T3DError(f"{path} already holds {held}; give --out a new or empty folder.")
+    return files.make_folder(path)
+
+
+class Run:
+    """A run folder, being written or long done."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path}: {self.config['env']}, seeds {self.seeds}>"
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    @staticmethod
+    def open(path: "str | Path | Run") -> "Run":
+        """An existing run."""
+        run = path if isinstance(path, Run) else Run(path)
+        if not run.path.exists():
+            raise T3DError(f"there is no run {run.path}.")
+        if not (run.path / "config.json").is_file():
+            raise T3DError(f"{run.path} is not a run folder: it holds no config.json.")
+        return run
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, as it was written when the run began."""
+        return read_config(self.path / "config.json")
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.config["seeds"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every row of metrics.jsonl."""
+        path, rows = self.path / "metrics.jsonl", []
+        for number, line in enumerate(files.read_text(path).splitlines(), start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise T3DError(f"{path}, line {number}, is not valid JSON ({error}).") from error
+        return rows
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of the evaluations: step, seed, returns, lengths, mean."""
+        return [row for row in self.metrics if row["kind"] == "evaluation"]
+
+    def best_seed(self) -> int:
+        """The seed whose best policy scored highest."""
+        return max(self.seeds, key=lambda seed: _mean(self.policy(seed).card.returns))
+
+    def policy(self, seed: int | None = None, which: Which = "best") -> Policy:
+        """The policy of a seed at its best evaluation or the last one; by default of the best seed."""
+        if seed is None:
+            seed = self.best_seed()
+        if seed not in self.seeds:
+            raise T3DError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, self.seeds))}.")
+        path = self.policy_path(seed, which)
+        if not path.exists():
+            raise T3DError(f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing).")
+        return read_policy(path)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def policy_path(self, seed: int, which: Which) -> Path:
+        return self.path / "policies" / f"{which}-seed-{seed}.safetensors"
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Write what is to be done."""
+        for folder in ("policies", "report"):
+            files.make_folder(self.path / folder)
+        files.write_json(self.path / "config.json", {"format": FORMAT, **config})
+        files.append_lines(self.path / "metrics.jsonl", [])
+
+    def record(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows to metrics.jsonl."""
+        files.append_lines(self.path / "metrics.jsonl", [json.dumps(row, allow_nan=False) for row in rows])
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json with an environment and seeds that make sense; the knobs are checked where they are used."""
+    values = files.read_json(path)
+    if values.get("format") != FORMAT:
+        raise T3DError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}.")
+    seeds = values.get("seeds")
+    if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
+        raise T3DError(f"{path}: seeds cannot be {seeds!r}; it is a list of whole numbers.")
+    if values.get("preset") not in PRESETS:
+        raise T3DError(f"{path}: preset cannot be {values.get('preset')!r}; it is one of {', '.join(PRESETS)}.")
+    if not isinstance(values.get("env"), str):
+        raise T3DError(f"{path}: env cannot be {values.get('env')!r}; it is the id of an environment.")
+    return values
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)

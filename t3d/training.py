@@ -1,0 +1,246 @@
+"""The loop: act, step the environments, store what happened, learn; now and then evaluate.
+
+Everything that changes during a run hangs off one `State`. Shapes: S seeds, N environments a seed.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from t3d import agent as agents
+from t3d import rng
+from t3d.config import Config
+from t3d.display import Display
+from t3d.envs import GymBatch
+from t3d.envs.gym import Maker
+from t3d.evaluation import Evaluation, Evaluator
+from t3d.policy import Card, Policy
+from t3d.replay import Replay
+from t3d.rng import Purpose
+from t3d.runs.folder import Run, Which
+from t3d.steps import Agent, init_agent
+
+ENVS_PER_SEED = 1
+METRICS = ("critic_loss", "actor_loss", "q_mean")
+
+
+@dataclass
+class State:
+    """A run in progress."""
+
+    seeds: list[int]
+    agent: Agent
+    memory: Replay
+    envs: GymBatch
+    obs: NDArray[np.float32]  # (S, N, O) what to act on next
+    episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
+    episode_length: NDArray[np.int64]  # (S, N)
+    owed: NDArray[np.float64]  # (S,) updates not yet run
+    updates: NDArray[np.int64]  # (S,) updates that were
+    best: list[float]  # each seed's best evaluation
+    sums: dict[str, Tensor]  # (S,) metrics added up since the last row
+    counts: dict[str, NDArray[np.int64]]  # (S,) and how many of each
+    step: int = 0  # environment steps of each seed
+
+
+def begin(name: str, make: Maker, seeds: Sequence[int], config: Config) -> State:
+    """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation."""
+    count, per_seed = len(seeds), ENVS_PER_SEED
+
+    def episode_seed(env: int, episode: int) -> int:
+        return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
+
+    envs = GymBatch(name, make, count * per_seed, episode_seed)
+    device = torch.device(config.device)
+    capacity = min(config.buffer_size, config.steps * per_seed)
+    return State(
+        seeds=list(seeds),
+        agent=init_agent(torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden),
+        memory=Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device),
+        envs=envs,
+        obs=envs.reset().reshape(count, per_seed, -1),
+        episode_return=np.zeros((count, per_seed)),
+        episode_length=np.zeros((count, per_seed), np.int64),
+        owed=np.zeros(count),
+        updates=np.zeros(count, np.int64),
+        best=[-np.inf] * count,
+        sums={name: torch.zeros(count, device=device) for name in METRICS},
+        counts={name: np.zeros(count, np.int64) for name in METRICS},
+    )
+
+
+def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
+    """Train to the last step, keeping the folder up to date."""
+    evaluate(state, evaluator, config, folder, display)
+    marked, marked_step = time.perf_counter(), 0
+    while state.step < config.steps:
+        action = act(state, config)
+        rows = collect(state, action, config)
+        learn_owed(state, config)
+        state.step += 1
+        display.advance(state.step)
+
+        last = state.step == config.steps
+        if state.step % config.log_every == 0 or last:
+            now = time.perf_counter()
+            training = training_rows(state, (state.step - marked_step) / (now - marked))
+            marked, marked_step = now, state.step
+            display.training(training)
+            rows += training
+        if rows:
+            folder.record(rows)
+        if state.step % config.eval_every == 0 or last:
+            paused = time.perf_counter()
+            evaluate(state, evaluator, config, folder, display)
+            marked += time.perf_counter() - paused
+
+
+def act(state: State, config: Config) -> NDArray[np.float32]:
+    """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1]."""
+    if state.step < config.random_steps:
+        action = agents.random_action(state.agent, state.step, ENVS_PER_SEED, state.envs.actions.dim)
+    else:
+        obs = torch.from_numpy(state.obs).to(state.agent.seeds.device)
+        action = agents.explore(state.agent, obs, state.step, config.exploration_noise)
+    return np.asarray(action.cpu().numpy(), np.float32)
+
+
+def collect(state: State, action: NDArray[np.float32], config: Config) -> list[dict[str, Any]]:
+    """Step the environments and store the transitions; returns a row for each episode that ended."""
+    shape = action.shape[:2]  # (S, N)
+    moved = state.envs.step(action.reshape(-1, action.shape[-1]))
+    reward, valid = moved.reward.reshape(shape), moved.valid.reshape(shape)
+    terminated, truncated = moved.terminated.reshape(shape), moved.truncated.reshape(shape)
+    obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
+
+    like = state.memory.rows
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.as_tensor(array, dtype=like.dtype, device=like.device)
+
+    # Terminated alone ends the value; a truncated episode goes on behind its last observation.
+    state.memory.add(
+        obs=tensor(state.obs),
+        action=tensor(action),
+        reward=tensor(reward),
+        next_obs=tensor(final_obs),
+        terminated=tensor(terminated),
+        span=torch.ones(shape, dtype=like.dtype, device=like.device),
+        valid=torch.as_tensor(valid, device=like.device),
+    )
+    state.obs = obs
+    state.episode_return += reward
+    state.episode_length += valid
+    rows: list[dict[str, Any]] = []
+    ended = (terminated | truncated) & valid
+    for k, i in np.argwhere(ended):
+        score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
+        row = {"kind": "episode", "step": state.step + 1, "seed": state.seeds[k], "return": score, "length": length}
+        rows.append(row | {"terminated": bool(terminated[k, i])})
+        if config.update_after == "episode":
+            state.owed[k] += length * config.updates_per_step
+    if config.update_after == "step" and state.step >= config.random_steps:
+        state.owed += valid.sum(1) * config.updates_per_step
+    state.episode_return[ended] = 0
+    state.episode_length[ended] = 0
+    return rows
+
+
+def learn_owed(state: State, config: Config) -> None:
+    """Run the updates that are owed. Seeds that owe alike learn together, others one after another."""
+    due = np.floor(state.owed).astype(np.int64)
+    state.owed -= due
+    phase = state.updates % config.policy_delay
+    if (due == due[0]).all() and (phase == phase[0]).all():
+        _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))
+    else:
+        for k in np.flatnonzero(due):
+            one, memory = agents.one_seed(state.agent, int(k)), state.memory.seed(int(k))
+            _learn(state, config, one, memory, slice(k, k + 1), int(due[k]))
+
+
+def _learn(state: State, config: Config, agent: Agent, memory: Replay, seeds: slice, times: int) -> None:
+    for _ in range(times):
+        state.updates[seeds] += 1
+        delayed = bool(state.updates[seeds][0] % config.policy_delay == 0)
+        metrics = agents.update(agent, memory, config.batch_size, config, delayed)
+        for name, value in metrics.items():
+            state.sums[name][seeds] += value
+            state.counts[name][seeds] += 1
+
+
+def training_rows(state: State, steps_per_second: float) -> list[dict[str, Any]]:
+    """The means since the last rows, one row a seed; null where there was no update."""
+    sums = {name: tensor.cpu().tolist() for name, tensor in state.sums.items()}
+    rows: list[dict[str, Any]] = []
+    for k, seed in enumerate(state.seeds):
+        row: dict[str, Any] = {"kind": "training", "step": state.step, "seed": seed}
+        for name, values in sums.items():
+            count = int(state.counts[name][k])
+            row[name] = _finite(values[k] / count) if count else None
+        rows.append(row | {"steps_per_second": round(steps_per_second, 1)})
+    for name in METRICS:
+        state.sums[name].zero_()
+        state.counts[name][:] = 0
+    return rows
+
+
+def _finite(number: float) -> float | None:
+    return number if np.isfinite(number) else None
+
+
+def evaluate(state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
+    """Play the fixed episodes with every seed's actor, record them, and keep the best and the last policies."""
+    evaluation = evaluator.play(state.agent.actor)
+    rows = []
+    for k, seed in enumerate(state.seeds):
+        returns, lengths = evaluation.returns[k].tolist(), evaluation.lengths[k].tolist()
+        mean = float(evaluation.returns[k].mean())
+        row = {"kind": "evaluation", "step": state.step, "seed": seed, "returns": returns, "lengths": lengths}
+        rows.append(row | {"mean": mean})
+        names: list[Which] = ["last"]
+        if mean > state.best[k]:
+            state.best[k] = mean
+            names.append("best")
+        policy = policy_of(state, k, config, evaluation)
+        for which in names:
+            policy.save(folder.policy_path(seed, which))
+    folder.record(rows)
+    display.evaluated(state.step, evaluation)
+
+
+def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> Policy:
+    """The k-th seed's actor as it is now, with its card."""
+    actions = state.envs.actions
+    card = Card(
+        env=state.envs.name,
+        seed=state.seeds[k],
+        step=state.step,
+        returns=evaluation.returns[k].tolist(),
+        lengths=evaluation.lengths[k].tolist(),
+        obs_shape=list(state.envs.obs_shape),
+        action_low=actions.low.tolist(),
+        action_high=actions.high.tolist(),
+        action_dtype=str(actions.low.dtype),
+        hidden=list(config.hidden),
+    )
+    return Policy(agents.one_seed(state.agent, k).actor, card)
+
+
+def describe(env: str, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
+    """What config.json says."""
+    versions = {"python": platform.python_version()}
+    for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"env": env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions}

@@ -1,0 +1,128 @@
+"""TD3 in NumPy and float64, written from the equations alone: it decides what TD3 is.
+
+It shares nothing with the package: gradients are derived by hand, parameters are lists of (W, b) with
+W (in, out), and one agent is one agent. Nothing here is fast and nothing needs to be.
+"""
+
+import numpy as np
+
+
+def forward(layers, x):
+    """The output of a ReLU network and the input of each of its layers."""
+    inputs = []
+    for i, (w, b) in enumerate(layers):
+        inputs.append(x)
+        x = x @ w + b
+        if i + 1 < len(layers):
+            x = np.maximum(x, 0.0)
+    return x, inputs
+
+
+def backward(layers, inputs, d):
+    """The gradients of each (W, b), and of the network's input, from the gradient `d` of its output."""
+    gradients = []
+    for i in reversed(range(len(layers))):
+        w, _ = layers[i]
+        gradients.insert(0, (inputs[i].T @ d, d.sum(0)))
+        d = d @ w.T
+        if i > 0:
+            d = d * (inputs[i] > 0)
+    return gradients, d
+
+
+class Adam:
+    def __init__(self, layers, lr):
+        self.lr, self.t = lr, 0
+        self.m = [tuple(np.zeros_like(p) for p in layer) for layer in layers]
+        self.v = [tuple(np.zeros_like(p) for p in layer) for layer in layers]
+
+    def step(self, layers, gradients):
+        self.t += 1
+        stepped = []
+        for i, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
+            self.m[i] = tuple(0.9 * m + 0.1 * g for m, g in zip(self.m[i], gradient, strict=True))
+            self.v[i] = tuple(0.999 * v + 0.001 * g**2 for v, g in zip(self.v[i], gradient, strict=True))
+            m_hat = [m / (1 - 0.9**self.t) for m in self.m[i]]
+            v_hat = [v / (1 - 0.999**self.t) for v in self.v[i]]
+            stepped.append(
+                tuple(p - self.lr * m / (np.sqrt(v) + 1e-8) for p, m, v in zip(layer, m_hat, v_hat, strict=True))
+            )
+        return stepped
+
+
+class Oracle:
+    """One TD3 agent: `actor`, two `critics`, and the targets of all three."""
+
+    def __init__(self, actor, critics, *, actor_lr, critic_lr, max_action=1.0):
+        self.actor, self.critics = actor, list(critics)
+        self.target_actor, self.target_critics = list(actor), list(critics)
+        self.actor_adam = Adam(actor, actor_lr)
+        self.critic_adams = [Adam(critic, critic_lr) for critic in critics]
+        self.max_action = max_action
+        self.updates = 0
+
+    def update(self, s, a, r, s2, done, noise, *, gamma, tau, sigma, clip, delay):
+        self.updates += 1
+        n = len(r)
+        a2 = self.max_action * np.tanh(forward(self.target_actor, s2)[0])
+        a2 = np.clip(a2 + np.clip(sigma * noise, -clip, clip), -self.max_action, self.max_action)
+        q2 = [forward(critic, np.concatenate([s2, a2], 1))[0][:, 0] for critic in self.target_critics]
+        y = r + gamma * (1 - done) * np.minimum(q2[0], q2[1])
+
+        for i in range(2):
+            q, inputs = forward(self.critics[i], np.concatenate([s, a], 1))
+            gradients, _ = backward(self.critics[i], inputs, (2 / n) * (q[:, 0] - y)[:, None])
+            self.critics[i] = self.critic_adams[i].step(self.critics[i], gradients)
+
+        if self.updates % delay == 0:
+            z, actor_inputs = forward(self.actor, s)
+            action = self.max_action * np.tanh(z)
+            _, critic_inputs = forward(self.critics[0], np.concatenate([s, action], 1))
+            _, d = backward(self.critics[0], critic_inputs, np.full((n, 1), -1 / n))
+            d_action = d[:, s.shape[1] :]
+            gradients, _ = backward(self.actor, actor_inputs, d_action * self.max_action * (1 - np.tanh(z) ** 2))
+            self.actor = self.actor_adam.step(self.actor, gradients)
+            self.target_actor = mixed(self.target_actor, self.actor, tau)
+            for i in range(2):
+                self.target_critics[i] = mixed(self.target_critics[i], self.critics[i], tau)
+
+    def tensors(self):
+        """Every number it holds, under the names and in the shapes that the package uses for one seed."""
+        named = {
+            **actor_tensors("actor", self.actor),
+            **actor_tensors("target_actor", self.target_actor),
+            **critic_tensors("critic", self.critics),
+            **critic_tensors("target_critic", self.target_critics),
+            **actor_tensors("actor_adam.m", self.actor_adam.m),
+            **actor_tensors("actor_adam.v", self.actor_adam.v),
+            **critic_tensors("critic_adam.m", [adam.m for adam in self.critic_adams]),
+            **critic_tensors("critic_adam.v", [adam.v for adam in self.critic_adams]),
+        }
+        named["actor_adam.count"] = np.array([self.actor_adam.t])
+        named["critic_adam.count"] = np.array([self.updates])
+        return named
+
+
+def mixed(target, online, tau):
+    return [
+        tuple((1 - tau) * t + tau * p for t, p in zip(old, new, strict=True))
+        for old, new in zip(target, online, strict=True)
+    ]
+
+
+def actor_tensors(prefix, layers):
+    named = {}
+    for i, (w, b) in enumerate(layers, start=1):
+        named[f"{prefix}.w{i}"], named[f"{prefix}.b{i}"] = w[None], b[None, None]
+    return named
+
+
+def critic_tensors(prefix, twins):
+    first, second = (actor_tensors(prefix, layers) for layers in twins)
+    return {name: np.stack([first[name], second[name]]) for name in first}
+
+
+def layers_of(parameters, *index):
+    """A package's parameters as a list of (W, b) in float64; `index` picks twin and seed."""
+    as_array = {name: tensor.detach().double().numpy()[index] for name, tensor in parameters.items()}
+    return [(as_array[f"w{i}"].copy(), as_array[f"b{i}"][0].copy()) for i in range(1, len(as_array) // 2 + 1)]

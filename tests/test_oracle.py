@@ -1,0 +1,131 @@
+"""The package against an independent TD3 (`oracle.py`): same weights, batches and noise, every tensor compared."""
+
+import numpy as np
+import pytest
+import torch
+from oracle import Oracle, layers_of
+
+from t3d import T3D, rng, steps
+from t3d.agent import tensors
+from t3d.replay import Batch
+from t3d.rng import Purpose
+
+OBS, ACTION, BATCH, HIDDEN = 5, 2, 32, (24, 16)
+KNOBS = steps.Knobs(gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3)
+ORACLE_KNOBS = {"gamma": 0.97, "tau": 0.03, "sigma": 0.2, "clip": 0.5, "delay": 2}
+
+
+def draw_batch(source, limit=1.0):
+    """s, a, r, s', done and standard normal noise, one agent's."""
+    return (
+        source.normal(size=(BATCH, OBS)),
+        source.uniform(-limit, limit, size=(BATCH, ACTION)),
+        source.normal(size=BATCH),
+        source.normal(size=(BATCH, OBS)),
+        (source.random(BATCH) < 0.3).astype(float),
+        2 * source.normal(size=(BATCH, ACTION)),  # wide, so that both clips matter
+    )
+
+
+class Given:
+    """A memory that samples one given batch."""
+
+    def __init__(self, s, a, r, s2, done, dtype):
+        obs, action, reward, next_obs, terminated = (torch.tensor(x, dtype=dtype)[None] for x in (s, a, r, s2, done))
+        self.parts = (obs, action, reward, next_obs, terminated)
+
+    def sample(self, bits, gamma):
+        return Batch(*self.parts, torch.full_like(self.parts[2], gamma))
+
+
+def train_both(updates, dtype, limit=1.0):
+    """An agent and an oracle after the same updates."""
+    agent = steps.init_agent(torch.tensor([7]), OBS, ACTION, HIDDEN, dtype)
+    oracle = Oracle(
+        layers_of(agent.actor, 0),
+        [layers_of(agent.critic, 0, 0), layers_of(agent.critic, 1, 0)],
+        actor_lr=KNOBS.actor_lr,
+        critic_lr=KNOBS.critic_lr,
+        max_action=limit,
+    )
+    source = np.random.default_rng(0)
+    for update in range(1, updates + 1):
+        *transitions, noise = draw_batch(source, limit)
+        memory = Given(*transitions, dtype)
+        epsilon = torch.tensor(noise, dtype=dtype)[None]
+        steps.learn(memory, agent, torch.empty(0), epsilon, KNOBS, update % 2 == 0, limit)
+        oracle.update(*transitions, noise, **ORACLE_KNOBS)
+    return tensors(agent), oracle.tensors()
+
+
+def distance(tensor, expected):
+    """‖a − b‖ / ‖b‖, or ‖a‖ where b is zero."""
+    norm = np.linalg.norm(expected)
+    return np.linalg.norm(tensor.double().numpy() - expected) / (norm if norm else 1.0)
+
+
+def assert_equal(ours, theirs, weights=1e-9, moments=1e-9):
+    ours = {name: tensor for name, tensor in ours.items() if name != "seeds"}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tuple(tensor.shape) == theirs[name].shape, name
+        limit = moments if "adam" in name else weights
+        assert distance(tensor, theirs[name]) <= limit, (name, distance(tensor, theirs[name]))
+
+
+@pytest.mark.parametrize("limit", [1.0, 3.0])
+@pytest.mark.parametrize("updates", [1, 2, 3, 50])
+def test_float64(updates, limit):
+    assert_equal(*train_both(updates, torch.float64, limit))
+
+
+def test_float32_after_one_update():
+    assert_equal(*train_both(1, torch.float32), weights=1e-5, moments=1e-5)
+
+
+def test_float32_after_fifty_updates():
+    assert_equal(*train_both(50, torch.float32), weights=1e-3, moments=2e-2)
+
+
+@pytest.mark.parametrize("max_action", [1.0, 3.0])
+@pytest.mark.parametrize(
+    ("updates", "dtype", "weights", "moments"),
+    [
+        (1, torch.float64, 1e-9, 1e-9),
+        (2, torch.float64, 1e-9, 1e-9),
+        (3, torch.float64, 1e-9, 1e-9),
+        (50, torch.float64, 1e-9, 1e-9),
+        (1, torch.float32, 1e-5, 1e-5),
+        (50, torch.float32, 1e-3, 2e-2),
+    ],
+)
+def test_documents_class(updates, dtype, weights, moments, max_action):
+    torch.manual_seed(3)
+    policy = T3D(OBS, ACTION, max_action, hidden=HIDDEN, actor_lr=2e-3, critic_lr=3e-3, dtype=dtype)
+    agent = policy._agent
+    oracle = Oracle(
+        layers_of(agent.actor, 0),
+        [layers_of(agent.critic, 0, 0), layers_of(agent.critic, 1, 0)],
+        actor_lr=2e-3,
+        critic_lr=3e-3,
+        max_action=max_action,
+    )
+    source = np.random.default_rng(1)
+    batches = [draw_batch(source, max_action)[:5] for _ in range(updates)]
+
+    class Buffer:
+        def __init__(self):
+            self.queue = list(batches)
+
+        def sample(self, batch_size):
+            s, a, r, s2, done = self.queue.pop(0)
+            return s, s2, a, r[:, None], done[:, None]
+
+    # In two calls: the delay and the noise go on where the first one stopped.
+    buffer, first = Buffer(), updates // 3
+    for iterations in (first, updates - first):
+        policy.train(buffer, iterations, BATCH, 0.97, 0.03, 0.9, 1.1, 2)
+    for i, transitions in enumerate(batches):
+        noise = rng.normal(agent.seeds, Purpose.SMOOTHING, i, (BATCH, ACTION), dtype)[0].double().numpy()
+        oracle.update(*transitions, noise, gamma=0.97, tau=0.03, sigma=0.9, clip=1.1, delay=2)
+    assert_equal(tensors(agent), oracle.tensors(), weights, moments)
