@@ -43,8 +43,8 @@ class State:
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
-    owed: NDArray[np.float64]  # (S,) updates not yet run
-    updates: NDArray[np.int64]  # (S,) updates that were
+    earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
+    updates: NDArray[np.int64]  # (S,) updates that were run
     best: list[float]  # each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     counts: dict[str, NDArray[np.int64]]  # (S,) and how many of each
@@ -69,7 +69,7 @@ def begin(name: str, make: Maker, seeds: Sequence[int], config: Config) -> State
         obs=envs.reset().reshape(count, per_seed, -1),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
-        owed=np.zeros(count),
+        earned=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
         best=[-np.inf] * count,
         sums={name: torch.zeros(count, device=device) for name in METRICS},
@@ -146,9 +146,9 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
         row = {"kind": "episode", "step": state.step + 1, "seed": state.seeds[k], "return": score, "length": length}
         rows.append(row | {"terminated": bool(terminated[k, i])})
         if config.update_after == "episode":
-            state.owed[k] += length * config.updates_per_step
+            state.earned[k] += length
     if config.update_after == "step" and state.step >= config.random_steps:
-        state.owed += valid.sum(1) * config.updates_per_step
+        state.earned += valid.sum(1)
     state.episode_return[ended] = 0
     state.episode_length[ended] = 0
     return rows
@@ -156,8 +156,8 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
 
 def learn_owed(state: State, config: Config) -> None:
     """Run the updates that are owed. Seeds that owe alike learn together, others one after another."""
-    due = np.floor(state.owed).astype(np.int64)
-    state.owed -= due
+    # From the whole count each time: 0.3 added up fifty times is not 15.
+    due = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
     phase = state.updates % config.policy_delay
     if (due == due[0]).all() and (phase == phase[0]).all():
         _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))

@@ -1,0 +1,97 @@
+"""Environments made for tests: one whose numbers say which transition they belong to, and the probes."""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Scripted(gymnasium.Env):
+    """Episode e lasts 3 + e % 4 steps; even episodes terminate, odd ones are truncated.
+
+    The observation is (episode, time), the reward 100 · episode + time, so each transition can be told.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([3.0, 5.0], np.float32))
+
+    def __init__(self):
+        self.episode = -1
+        self.actions = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode += 1
+        self.time = 0
+        return self._obs(), {}
+
+    def step(self, action):
+        self.actions.append(action)
+        self.time += 1
+        over = self.time == 3 + self.episode % 4
+        even = self.episode % 2 == 0
+        return self._obs(), 100.0 * self.episode + self.time, over and even, over and not even, {}
+
+    def _obs(self):
+        return np.array([self.episode, self.time], np.float64)
+
+
+class Probe(gymnasium.Env):
+    """The smallest tasks whose values are known in advance, one thing to learn in each."""
+
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.obs = self.first()
+        return self.obs, {}
+
+    def first(self):
+        return np.zeros(1, np.float32)
+
+    def random_sign(self):
+        return np.array([self.np_random.choice([-1.0, 1.0])], np.float32)
+
+
+class ConstantReward(Probe):
+    """One step, reward 1: Q = 1. If it fails, the critic loss or its optimizer is broken."""
+
+    def step(self, action):
+        return self.obs, 1.0, True, False, {}
+
+
+class RewardFromObservation(Probe):
+    """One step, reward = observation = ±1: Q = observation. If it fails, the critic does not see its input."""
+
+    def first(self):
+        return self.random_sign()
+
+    def step(self, action):
+        return self.obs, float(self.obs[0]), True, False, {}
+
+
+class TwoSteps(Probe):
+    """Reward 0 at observation 0, then 1 at observation 1: Q(0) = discount. If it fails, step 9 is broken."""
+
+    def step(self, action):
+        if self.obs[0] == 0:
+            self.obs = np.ones(1, np.float32)
+            return self.obs, 0.0, False, False, {}
+        return self.obs, 1.0, True, False, {}
+
+
+class RewardFromAction(Probe):
+    """One step, reward −(action − 1)²: the actor goes to 1. If it fails, step 13 is broken."""
+
+    def step(self, action):
+        return self.obs, -float((action[0] - 1) ** 2), True, False, {}
+
+
+class RewardFromBoth(Probe):
+    """One step, reward −(action − observation)²: the actor follows what it sees."""
+
+    def first(self):
+        return self.random_sign()
+
+    def step(self, action):
+        return self.obs, -float((action[0] - self.obs[0]) ** 2), True, False, {}

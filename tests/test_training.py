@@ -1,0 +1,180 @@
+"""The loop: which transitions are stored, when updates run, what is recorded."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scripted import Scripted
+
+import t3d
+from t3d import training
+from t3d.agent import tensors
+from t3d.config import PRESETS, Config, settle
+from t3d.envs import gym_maker
+
+SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu", "threads": 1, "progress": False}
+
+
+def begin(seeds=(0,), preset="td3", **knobs):
+    config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **knobs})
+    name, make = gym_maker(Scripted)
+    config = settle(config, preset, name, len(seeds))
+    return training.begin(name, make, list(seeds), config), config
+
+
+def advance(state, config, steps):
+    rows = []
+    for _ in range(steps):
+        rows += training.collect(state, training.act(state, config), config)
+        training.learn_owed(state, config)
+        state.step += 1
+    return rows
+
+
+def test_true_last_observations_and_true_ends_are_stored():
+    state, config = begin(random_steps=100)
+    rows = advance(state, config, 60)
+    stored = state.memory.rows[0, :60]
+    obs, next_obs = stored[:, :2], stored[:, 4:6]
+    reward, terminated, span = stored[:, 6], stored[:, 7], stored[:, 8]
+    # In order, each from where the last one ended, and never across two episodes.
+    assert torch.equal(next_obs[:, 0], obs[:, 0]) and torch.equal(next_obs[:, 1], obs[:, 1] + 1)
+    assert torch.equal(reward, 100 * obs[:, 0] + next_obs[:, 1]) and (span == 1).all()
+    last = next_obs[:, 1] == 3 + obs[:, 0] % 4
+    even = obs[:, 0] % 2 == 0
+    assert last.sum() >= 10
+    assert torch.equal(terminated, (last & even).float())  # a truncated episode is not a terminated one
+    lengths = [row["length"] for row in rows]
+    assert lengths[:5] == [3, 4, 5, 6, 3]
+    assert [row["terminated"] for row in rows[:4]] == [True, False, True, False]
+    assert rows[1]["return"] == sum(100 + time for time in (1, 2, 3, 4)) and rows[1]["step"] == 7
+
+
+def test_actions_are_stored_within_one_and_played_within_the_bounds():
+    state, config = begin(random_steps=50, exploration_noise=5.0)
+    advance(state, config, 100)
+    stored = state.memory.rows[0, :100, 2:4].numpy()
+    played = np.array(state.envs._envs[0].actions)
+    assert np.abs(stored).max() == 1.0
+    np.testing.assert_allclose(played, [-1, 0] + (stored + 1) / 2 * [4, 5], atol=1e-6)
+    assert played.min(0).tolist() == [-1, 0] and played.max(0).tolist() == [3, 5]
+
+
+def test_one_update_a_step_once_the_random_steps_are_over():
+    state, config = begin(random_steps=20)
+    advance(state, config, 20)
+    assert state.agent.updates.tolist() == [0]
+    advance(state, config, 15)
+    assert state.agent.updates.tolist() == [15] and state.agent.actor_adam.count.tolist() == [7]
+
+
+@pytest.mark.parametrize(("rate", "updates"), [(0.3, 15), (2.0, 100)])
+def test_updates_per_step_is_kept_exactly(rate, updates):
+    state, config = begin(random_steps=10, updates_per_step=rate)
+    advance(state, config, 60)
+    assert state.agent.updates.tolist() == [updates]
+
+
+def test_whole_episodes_owe_as_many_updates_as_steps():
+    state, config = begin(random_steps=10, update_after="episode")
+    advance(state, config, 6)  # an episode of 3 is over, the next one is not
+    assert state.agent.updates.tolist() == [3]
+    advance(state, config, 1)
+    assert state.agent.updates.tolist() == [7]
+
+
+def test_seeds_whose_episodes_differ_owe_and_learn_each_by_itself():
+    alone, config = begin(seeds=[1], random_steps=10, update_after="episode")
+    advance(alone, config, 30)
+    state, config = begin(seeds=[0, 1], random_steps=10, update_after="episode")
+    state.envs._envs[0].episode = 1  # seed 0 is one episode ahead and ends at other times
+    advance(state, config, 30)
+    assert state.agent.updates.tolist() != [state.agent.updates[1]] * 2
+    assert state.agent.updates[1] == alone.agent.updates[0]
+    second = tensors(training.agents.one_seed(state.agent, 1))
+    for name, tensor in tensors(alone.agent).items():
+        torch.testing.assert_close(second[name], tensor, rtol=2e-3, atol=1e-5, msg=name)
+
+
+def test_the_memory_is_no_larger_than_the_run():
+    assert begin(steps=200)[0].memory.capacity == 200
+    assert begin(steps=200, buffer_size=50)[0].memory.capacity == 50
+
+
+def train_twice(tmp_path, env="Pendulum-v1", **more):
+    knobs = {**SMALL, "steps": 600, "random_steps": 200, "eval_every": 250, "log_every": 200, "seeds": [2, 5], **more}
+    return [t3d.train(env, out=tmp_path / name, **knobs) for name in ("a", "b")]
+
+
+def test_the_same_command_gives_the_same_files(tmp_path):
+    a, b = train_twice(tmp_path)
+
+    def timeless(run):
+        return [{k: v for k, v in row.items() if k != "steps_per_second"} for row in run.metrics]
+
+    assert timeless(a) == timeless(b)
+    for name in ("config.json", "policies/best-seed-2.safetensors", "policies/last-seed-5.json"):
+        assert (a.path / name).read_bytes() == (b.path / name).read_bytes()
+
+
+def test_what_a_run_records(tmp_path):
+    run, _ = train_twice(tmp_path, env=Scripted)
+    config = json.loads((run.path / "config.json").read_text())
+    assert config["seeds"] == [2, 5] and config["random_steps"] == 200 and config["device"] == "cpu"
+    assert config["threads"] == 1 and config["env"] == "Scripted"
+    evaluations = run.evaluations
+    assert [(row["step"], row["seed"]) for row in evaluations] == [(s, k) for s in (0, 250, 500, 600) for k in (2, 5)]
+    assert evaluations[0]["lengths"] == [3, 3] and evaluations[0]["returns"] == [6.0, 6.0]
+    assert evaluations[0]["mean"] == 6.0
+    training_rows = [row for row in run.metrics if row["kind"] == "training"]
+    assert [row["step"] for row in training_rows[::2]] == [200, 400, 600]
+    assert training_rows[0]["critic_loss"] is None and training_rows[-1]["q_mean"] is not None
+    assert training_rows[0].keys() == {
+        "kind", "step", "seed", "critic_loss", "actor_loss", "q_mean", "steps_per_second",
+    }  # fmt: skip
+    assert (run.path / "report" / "learning-curve.png").read_bytes().startswith(b"\x89PNG")
+    for which in ("best", "last"):
+        for seed in (2, 5):
+            card = json.loads((run.path / "policies" / f"{which}-seed-{seed}.json").read_text())
+            assert card["seed"] == seed
+            row = next(r for r in evaluations if r["seed"] == seed and r["step"] == card["step"])
+            assert row["returns"] == card["returns"]
+    assert run.policy(2, "last").card.step == 600
+
+
+def test_presets_are_what_they_say():
+    td3, paper, documents = (PRESETS[name] for name in ("td3", "paper", "documents"))
+    assert (td3.hidden, td3.actor_lr, td3.batch_size, td3.update_after) == ((256, 256), 3e-4, 256, "step")
+    for old in (paper, documents):
+        assert (old.hidden, old.critic_lr, old.batch_size, old.update_after) == ((400, 300), 1e-3, 100, "episode")
+    for preset in (td3, paper, documents):
+        assert (preset.gamma, preset.tau, preset.policy_delay, preset.exploration_noise) == (0.99, 0.005, 2, 0.1)
+        assert (preset.target_noise, preset.target_noise_clip, preset.buffer_size) == (0.2, 0.5, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("preset", "env", "steps", "expected"),
+    [
+        ("td3", "HalfCheetah-v5", 1_000_000, 25_000),
+        ("td3", "HalfCheetah-v5", 60_000, 6_000),
+        ("td3", "Pendulum-v1", 10_000, 1_000),
+        ("td3", "Reacher-v5", 1_000_000, 1_000),
+        ("td3", "InvertedDoublePendulum-v5", 1_000_000, 1_000),
+        ("paper", "Ant-v5", 1_000_000, 10_000),
+        ("paper", "Hopper-v5", 1_000_000, 1_000),
+        ("documents", "Hopper-v5", 500_000, 10_000),
+        ("documents", "Pendulum-v1", 12_000, 1_200),
+    ],
+)
+def test_random_steps_by_task(preset, env, steps, expected):
+    config = settle(Config(steps=steps), preset, env, 1)
+    assert config.random_steps == expected
+    assert settle(Config(steps=steps, random_steps=77), preset, env, 1).random_steps == 77
+
+
+def test_threads_are_a_fixed_rule():
+    small, large = Config(hidden=(16,), batch_size=16), Config()
+    assert settle(small, "td3", "Pendulum-v1", 1).threads == 1
+    assert settle(large, "td3", "Pendulum-v1", 1).threads == settle(large, "td3", "Pendulum-v1", 1).threads
+    assert settle(Config(threads=3), "td3", "Pendulum-v1", 1).threads == 3
