@@ -34,7 +34,8 @@ from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
 class Train:
     """Train T3D on an environment.
 
-    For example: t3d train Pendulum-v1, or t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
+    For example: t3d train Pendulum-v1
+                 t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
     """
 
     env: Positional[Annotated[str, arg(metavar="ENV", help_behavior_hint="")]] = ""
@@ -56,8 +57,7 @@ class Train:
 class Evaluate:
     """Play noise-free episodes with the policies of a run.
 
-    The first episodes are those of the evaluations during training: asked for the same ones, it gives the
-    recorded scores again, exactly.
+    Asked for the episodes of training, it gives the recorded scores again.
     """
 
     run: Positional[Annotated[Path, arg(metavar="RUN")]]
@@ -214,17 +214,17 @@ def evaluate(command: Evaluate) -> None:
     returns = played(run, knobs, policies, episodes, command.allow_module)
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("seed", "policy", "mean return", "deviation", "lowest", "highest", "as recorded"):
-        table.add_column(title, justify="left" if title in ("seed", "policy") else "right")
+    for title in ("seed", "step", "mean return", "deviation", "lowest", "highest", "as recorded"):
+        table.add_column(title, justify="right", no_wrap=True)
     for seed, policy in policies.items():
         scores, recorded = returns[seed], policy.card.returns
         both = min(len(scores), len(recorded))
         same = "yes" if scores[:both] == recorded[:both] else f"no: {_mean(recorded):.2f}"
         spread = float(torch.tensor(scores, dtype=torch.float64).std(correction=0))
         numbers = (_mean(scores), spread, min(scores), max(scores))
-        table.add_row(str(seed), f"{command.policy}, step {policy.card.step:,}", *(f"{x:.2f}" for x in numbers), same)
+        table.add_row(str(seed), f"{policy.card.step:,}", *(f"{x:.2f}" for x in numbers), same)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{run.config['env']}, {episodes} episodes for each seed, without noise")
+    console.print(f"{run.config['env']}, {episodes} episodes for each seed, {command.policy} policies, no noise")
     console.print(table)
     if len(returns) > 1:
         console.print(f"mean over seeds: {_mean([_mean(scores) for scores in returns.values()]):.2f}", style="bold")

@@ -10,7 +10,10 @@ SEEDS = torch.tensor([0, 1, 2**61 + 5])
 
 def test_known_bits_never_change():
     # Other bits would be other runs: a recorded seed must mean the same for ever.
-    assert rng.bits64(torch.tensor([0, 1]), Purpose.SAMPLING, 3, (2,)).tolist() == [[-7614263497681948001, -2514742219002299582], [5720573001332602196, -2224562481050829709]]
+    assert rng.bits64(torch.tensor([0, 1]), Purpose.SAMPLING, 3, (2,)).tolist() == [
+        [-7614263497681948001, -2514742219002299582],
+        [5720573001332602196, -2224562481050829709],
+    ]
     assert rng.integer(5, Purpose.EPISODE, 7, 1) == 1151598028
 
 

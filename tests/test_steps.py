@@ -30,9 +30,7 @@ def filled_memory(seeds=(0,), rows=200, dtype=torch.float64):
 
         done = (torch.rand(1, rows, generator=draw) < 0.2).to(dtype)
         one = torch.ones(1, rows, dtype=dtype)
-        memory.seed(k).add(
-            normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, one, one.bool()
-        )
+        memory.seed(k).add(normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, one, one.bool())
     return memory
 
 

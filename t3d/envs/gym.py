@@ -32,7 +32,7 @@ def gym_maker(env: str | Maker, allowed_modules: tuple[str, ...] | None = None) 
             f"{env} would import the module {module}, which only a file asks for;"
             f" if you trust it, add --allow-module {module}."
         )
-    return env, lambda: _from_id(env, plain)
+    return env, lambda: _from_id(module, plain)
 
 
 def _called(make: Maker, name: str) -> Maker:
@@ -45,7 +45,8 @@ def _called(make: Maker, name: str) -> Maker:
     return checked
 
 
-def _from_id(env: str, plain: str) -> "gymnasium.Env[Any, Any]":
+def _from_id(module: str, plain: str) -> "gymnasium.Env[Any, Any]":
+    env = f"{module}:{plain}" if module else plain
     spec = gymnasium.registry.get(plain)
     if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
         _quiet_mujoco()
@@ -54,12 +55,13 @@ def _from_id(env: str, plain: str) -> "gymnasium.Env[Any, Any]":
             warnings.simplefilter("ignore")
             return gymnasium.make(env, disable_env_checker=True)
     except ModuleNotFoundError as problem:
-        raise T3DError(f"{env}: there is no module {problem.name} to import.") from problem
+        raise T3DError(f"{env}: there is no module {problem.name or module} to import.") from problem
     except error.DependencyNotInstalled as problem:
         extra = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
         raise T3DError(f"{env} needs a package that is not installed. To install it: {extra}") from problem
     except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
-        raise T3DError(f"there is no environment {env}.{nearest(plain, gymnasium.registry)}") from problem
+        near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
+        raise T3DError(f"there is no environment {env}.{near}") from problem
     except error.Error as problem:
         raise T3DError(f"{env} cannot be made: {problem}") from problem
 

@@ -1,0 +1,246 @@
+"""The command line as a user meets it: what it prints, what it refuses and how."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import t3d
+from t3d.cli import main
+
+QUICK = [
+    "--steps", "300", "--random-steps", "1e2", "--eval-every", "150", "--eval-episodes", "2", "--hidden", "8", "8",
+    "--batch-size", "8", "--device", "cpu",
+]  # fmt: skip
+
+
+def failed(capsys, *arguments):
+    """The error text of a command that must end with 2 and without a traceback."""
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    assert exit.value.code == 2
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return out + err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "run"
+    main(["train", "Pendulum-v1", "--seeds", "2", *QUICK, "--out", str(path)])
+    return path
+
+
+def test_train_from_start_to_picture(tmp_path, capsys):
+    main(["train", "Pendulum-v1", "--seed", "6", *QUICK, "--gamma", "0.9", "--out", str(tmp_path / "run")])
+    text = capsys.readouterr().out
+    assert "the first 100 actions random" in text.splitlines()[1]
+    assert "step       300 of 300" in text and "Mean return at step 300" in text and "t3d evaluate" in text
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["seeds"] == [6] and config["gamma"] == 0.9 and config["hidden"] == [8, 8]
+    assert (tmp_path / "run" / "report" / "learning-curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "seeds"),
+    [([], [0]), (["--seeds", "3"], [0, 1, 2]), (["--seeds", "3", "5"], [3, 5]), (["--seed", "3"], [3])],
+)
+def test_seeds(typed, seeds, tmp_path, capsys):
+    main(["train", "Pendulum-v1", *QUICK, "--steps", "110", *typed, "--out", str(tmp_path / "run")])
+    assert t3d.Run(tmp_path / "run").seeds == seeds
+
+
+def test_config_takes_a_runs_settings_and_typed_ones_go_first(run, tmp_path, capsys):
+    main(["train", "--config", str(run / "config.json"), "--out", str(tmp_path / "again")])
+    strip = [{k: v for k, v in row.items() if k != "steps_per_second"} for row in t3d.Run(run).metrics]
+    assert strip == [
+        {k: v for k, v in row.items() if k != "steps_per_second"} for row in t3d.Run(tmp_path / "again").metrics
+    ]
+    typed = ["--tau", "0.5", "--seed", "1", "--steps", "120"]
+    main(["train", "--config", str(run / "config.json"), *typed, "--out", str(tmp_path / "other")])
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert (config["tau"], config["seeds"], config["steps"], config["batch_size"]) == (0.5, [1], 120, 8)
+
+
+def test_presets_set_defaults_and_typed_ones_go_first(tmp_path, capsys):
+    typed = ["--steps", "300", "--hidden", "8", "--eval-episodes", "1", "--device", "cpu"]
+    main(["train", "Pendulum-v1", "--preset", "documents", *typed, "--out", str(tmp_path / "run")])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["preset"], config["hidden"], config["batch_size"]) == ("documents", [8], 100)
+    assert config["update_after"] == "episode" and config["random_steps"] == 30
+
+
+def test_no_out_makes_a_folder_under_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["train", "Pendulum-v1", *QUICK, "--steps", "110"])
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("Pendulum-v1-20")
+
+
+def test_evaluate(run, capsys):
+    main(["evaluate", str(run)])
+    text = capsys.readouterr().out
+    assert "Pendulum-v1, 2 episodes for each seed" in text and text.count("yes") == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["evaluate", "--help"], []])
+def test_help_fits_eighty_columns(arguments, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: t3d" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_every_knob_has_an_option_with_a_help_text(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for option in (
+        "seeds", "seed", "steps", "out", "device", "preset", "config", "gamma", "tau", "batch-size", "policy-delay",
+        "target-noise", "target-noise-clip", "exploration-noise", "random-steps", "eval-every", "eval-episodes",
+        "buffer-size", "hidden", "actor-lr", "critic-lr", "updates-per-step", "update-after", "threads", "log-every",
+    ):  # fmt: skip
+        assert f"--{option} " in text
+
+
+def test_module_and_version():
+    result = subprocess.run([sys.executable, "-m", "t3d", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"t3d {t3d.__version__}\n"
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trian", "Pendulum-v1"], "Did you mean train?"),
+        (["train", "Pendulum-v2"], "Did you mean Pendulum-v1"),
+        (["train", "pendulum"], "Did you mean Pendulum-v1"),
+        (["train", "HalfChetah-v5"], "HalfCheetah-v5"),
+        (["train", "nowhere/Pendulum-v1"], "Did you mean Pendulum-v1"),
+        (["train", "no_such_module:Env-v0"], "no module no_such_module"),
+        (["train", "CartPole-v1"], "TD3 needs continuous"),
+        (["train"], "needs an environment"),
+        (["train", "Pendulum-v1", "--gama", "0.9"], "--gamma"),
+        (["train", "Pendulum-v1", "--gamma", "1.5"], "--gamma must be between 0 and 1; it is 1.5"),
+        (["train", "Pendulum-v1", "--gamma", "nan"], "--gamma must be between 0 and 1"),
+        (["train", "Pendulum-v1", "--tau", "0"], "--tau must be above 0"),
+        (["train", "Pendulum-v1", "--actor-lr=-1"], "--actor-lr must be above 0"),
+        (["train", "Pendulum-v1", "--steps", "0"], "--steps must be between 1"),
+        (["train", "Pendulum-v1", "--steps", "many"], "'many' is not a whole number"),
+        (["train", "Pendulum-v1", "--steps", "1.5"], "1.5 is not a whole number"),
+        (["train", "Pendulum-v1", "--steps", "100", "--random-steps", "100"], "nothing to learn"),
+        (["train", "Pendulum-v1", "--hidden", "0"], "--hidden must be between 1"),
+        (["train", "Pendulum-v1", "--hidden"], "--hidden"),
+        (["train", "Pendulum-v1", "--seeds", "0"], "at least one seed"),
+        (["train", "Pendulum-v1", "--seeds", "1", "1"], "the same seed twice"),
+        (["train", "Pendulum-v1", "--seed=-1"], "a seed is a whole number from 0"),
+        (["train", "Pendulum-v1", "--seed", "1", "--seeds", "2"], "not both"),
+        (["train", "Pendulum-v1", "--preset", "td4"], "td4"),
+        (["train", "Pendulum-v1", "--device", "tpu"], "tpu"),
+        (["train", "--config", "absent.json"], "cannot read absent.json"),
+        (["evaluate", "no/such/run"], "there is no run no/such/run"),
+        (["evaluate", "."], "not a run folder"),
+        (["evaluate"], "RUN"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_a_sentence_and_leaves_nothing(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = failed(capsys, *arguments)
+    assert sentence in " ".join(text.replace("│", " ").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "no GPU" in failed(capsys, "train", "Pendulum-v1", "--device", "cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_extra_gives_the_pip_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "mujoco" or "envs.mujoco" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mujoco", None)  # what `import mujoco` meets where it is not installed
+    assert "pip install 't3d[mujoco]'" in failed(capsys, "train", "HalfCheetah-v5")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_used_folders_are_refused(run, tmp_path, capsys):
+    before = sorted(path.name for path in run.iterdir())
+    assert "already holds a run" in failed(capsys, "train", "Pendulum-v1", *QUICK, "--out", run)
+    assert sorted(path.name for path in run.iterdir()) == before
+    (tmp_path / "file").write_text("mine")
+    assert "already holds files" in failed(capsys, "train", "Pendulum-v1", *QUICK, "--out", tmp_path)
+    assert "is a file" in failed(capsys, "train", "Pendulum-v1", *QUICK, "--out", tmp_path / "file")
+
+
+def test_an_unwritable_folder(tmp_path, capsys):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(0o555)
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    root = os.geteuid() == 0  # root may write anywhere, so be somebody else for a moment
+    try:
+        if root:
+            os.seteuid(65534)
+        text = failed(capsys, "train", "Pendulum-v1", *QUICK, "--out", locked / "run")
+        inside = failed(capsys, "train", "Pendulum-v1", *QUICK, "--out", locked)
+    finally:
+        if root:
+            os.seteuid(0)
+    assert "Permission denied" in text and "Permission denied" in inside
+    assert list(locked.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("{", "not valid JSON"),
+        ({"gamma": "high"}, "gamma cannot be 'high'"),
+        ({"gamma": 7}, "--gamma must be between 0 and 1"),
+        ({"seeds": []}, "seeds cannot be []"),
+        ({"env": None}, "env cannot be None"),
+        ({"preset": "best"}, "preset cannot be 'best'"),
+        ({"gama": 1}, "no setting 'gama'. Did you mean gamma?"),
+        ({"hidden": "256"}, "hidden cannot be '256'"),
+        ({"steps": 1.5}, "steps cannot be 1.5"),
+        ({"format": 2}, "format 2"),
+    ],
+)
+def test_a_corrupt_config_is_a_sentence(run, change, sentence, tmp_path, capsys):
+    config = json.loads((run / "config.json").read_text())
+    text = change if isinstance(change, str) else json.dumps({**config, **change})
+    (tmp_path / "config.json").write_text(text)
+    out = failed(capsys, "train", "--config", tmp_path / "config.json", "--out", tmp_path / "new")
+    assert sentence in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_python_has_the_same_sentences(tmp_path):
+    for knobs, sentence in (
+        ({"gama": 0.9}, "no setting 'gama'. Did you mean gamma?"),
+        ({"preset": "papr"}, "Did you mean paper?"),
+        ({"steps": 2.5}, "steps cannot be 2.5"),
+        ({"seeds": 0}, "at least one seed"),
+    ):
+        with pytest.raises(t3d.T3DError, match=sentence.replace("?", r"\?")):
+            t3d.train("Pendulum-v1", out=tmp_path / "run", **knobs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_does_not_decide_what_is_imported(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", run, copy], check=True)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "env": "antigravity:Pendulum-v1"}))
+    assert "--allow-module antigravity" in failed(capsys, "evaluate", copy)
+    assert "antigravity" not in sys.modules
