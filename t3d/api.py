@@ -69,6 +69,9 @@ def start(
             try:
                 with display:
                     training.run(state, evaluator, config, run, display)
+            except KeyboardInterrupt:
+                display.say(f"stopped at step {state.step:,}; what was learned by the last evaluation is in {run.path}")
+                raise
             finally:
                 if run.evaluations:
                     learning_curve(run)

@@ -88,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"t3d: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("t3d: stopped.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # Somebody reads with `| head`: what was asked for has been read.

@@ -1,9 +1,7 @@
 """What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
 
-import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -18,11 +16,11 @@ from t3d.evaluation import Evaluation
 class Display:
     """Shows progress; it reads what it is given and changes nothing."""
 
-    def __init__(self, steps: int, seeds: Sequence[int], quiet: bool = False) -> None:
+    def __init__(self, steps: int, seeds: Sequence[int], quiet: bool = False, console: Console | None = None) -> None:
         self.steps, self.seeds = steps, list(seeds)
-        self.quiet = quiet
-        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-        self._step = 0
+        self.console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self._step = self._marked_step = 0
+        self._started = self._marked = time.perf_counter()
         self._rate = 0.0
         self._evaluation: tuple[int, Evaluation] | None = None
         self._best: dict[int, float] = {}
@@ -32,13 +30,11 @@ class Display:
             self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=4)
 
     def __enter__(self) -> "Display":
-        self._started = self._mark = time.perf_counter()
-        self._marked_step = 0
         if self._live:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -51,10 +47,10 @@ class Display:
         self._step = step
         if step % 64 == 0:
             now = time.perf_counter()
-            if now - self._mark > 2:
-                rate = (step - self._marked_step) / (now - self._mark)
+            if now - self._marked > 2:
+                rate = (step - self._marked_step) / (now - self._marked)
                 self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
-                self._mark, self._marked_step = now, step
+                self._marked, self._marked_step = now, step
 
     def training(self, rows: list[dict[str, Any]]) -> None:
         """The losses and values of the last interval."""
@@ -122,8 +118,3 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
-
-
-def warn(text: str) -> None:
-    """A sentence on the error stream."""
-    print(text, file=sys.stderr)

@@ -21,9 +21,10 @@ from t3d.config import Config
 from t3d.display import Display
 from t3d.envs import GymBatch
 from t3d.envs.gym import Maker
+from t3d.errors import T3DError
 from t3d.evaluation import Evaluation, Evaluator
 from t3d.policy import Card, Policy
-from t3d.replay import Replay
+from t3d.replay import Replay, row_width
 from t3d.rng import Purpose
 from t3d.runs.folder import Run, Which
 from t3d.steps import Agent, init_agent
@@ -61,10 +62,16 @@ def begin(name: str, make: Maker, seeds: Sequence[int], config: Config) -> State
     envs = GymBatch(name, make, count * per_seed, episode_seed)
     device = torch.device(config.device)
     capacity = min(config.buffer_size, config.steps * per_seed)
+    try:
+        memory = Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device)
+    except RuntimeError as error:
+        envs.close()
+        size = count * capacity * row_width(envs.obs_dim, envs.actions.dim) * 4 / 2**30
+        raise T3DError(f"the replay memory needs {size:,.1f} GiB and cannot be had: lower --buffer-size.") from error
     return State(
         seeds=list(seeds),
         agent=init_agent(torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden),
-        memory=Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device),
+        memory=memory,
         envs=envs,
         obs=envs.reset().reshape(count, per_seed, -1),
         episode_return=np.zeros((count, per_seed)),

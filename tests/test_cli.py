@@ -144,6 +144,7 @@ def test_module_and_version():
         (["train", "Pendulum-v1", "--preset", "td4"], "td4"),
         (["train", "Pendulum-v1", "--device", "tpu"], "tpu"),
         (["train", "--config", "absent.json"], "cannot read absent.json"),
+        (["train", "Pendulum-v1", "--steps", "1e12", "--buffer-size", "2e9"], "the replay memory needs"),
         (["evaluate", "no/such/run"], "there is no run no/such/run"),
         (["evaluate", "."], "not a run folder"),
         (["evaluate"], "RUN"),

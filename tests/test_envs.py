@@ -128,6 +128,13 @@ def test_what_cannot_be_learned_from_is_named(env, sentence):
         envs.step(np.zeros((1, 1)))
 
 
+def test_diverged_networks_are_named():
+    envs = batch(Scripted, count=2)
+    envs.reset()
+    with pytest.raises(T3DError, match=r"copy 1, .*the networks have diverged"):
+        envs.step(np.array([[0.0, 0.0], [0.0, np.nan]]))
+
+
 def test_images_and_strange_makers_are_refused():
     class Image(Probe):
         observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
@@ -136,6 +143,8 @@ def test_images_and_strange_makers_are_refused():
         batch(Image)
     with pytest.raises(T3DError, match=r"not a gymnasium\.Env"):
         batch(lambda: 3)
+    with pytest.raises(T3DError, match=r"cannot be made: ZeroDivisionError: .*test_envs\.py"):
+        batch(lambda: 1 / 0)
 
 
 def test_a_module_that_only_a_file_names_is_not_imported():

@@ -1,7 +1,6 @@
 """Gymnasium environments, stepped one after another in this process."""
 
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,10 @@ def gym_maker(env: str | Maker, allowed_modules: tuple[str, ...] | None = None) 
 
 def _called(make: Maker, name: str) -> Maker:
     def checked() -> "gymnasium.Env[Any, Any]":
-        made = make()
+        try:
+            made = make()
+        except Exception as problem:
+            raise _not_made(name, problem) from problem
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{name}() gave a {type(made).__name__}, not a gymnasium.Env.")
         return made
@@ -51,19 +53,27 @@ def _from_id(module: str, plain: str) -> "gymnasium.Env[Any, Any]":
     if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
         _quiet_mujoco()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return gymnasium.make(env, disable_env_checker=True)
+        return gymnasium.make(env, disable_env_checker=True)
     except ModuleNotFoundError as problem:
         raise T3DError(f"{env}: there is no module {problem.name or module} to import.") from problem
     except error.DependencyNotInstalled as problem:
-        extra = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
-        raise T3DError(f"{env} needs a package that is not installed. To install it: {extra}") from problem
+        how = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
+        raise T3DError(f"{env} needs a package that is not installed: {how}") from problem
     except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
         near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
         raise T3DError(f"there is no environment {env}.{near}") from problem
-    except error.Error as problem:
-        raise T3DError(f"{env} cannot be made: {problem}") from problem
+    except Exception as problem:
+        raise _not_made(env, problem) from problem
+
+
+def _not_made(env: str, problem: Exception) -> T3DError:
+    return T3DError(f"{env} cannot be made: {_said(problem)}")
+
+
+def _said(problem: Exception) -> str:
+    """Somebody else's exception in one line, with the place it came from."""
+    frame = traceback.extract_tb(problem.__traceback__)[-1]
+    return f"{type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"
 
 
 def _quiet_mujoco() -> None:
@@ -101,6 +111,12 @@ class GymBatch:
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+        if not np.isfinite(actions).all():
+            bad = int(np.flatnonzero(~np.isfinite(actions).all(-1))[0])
+            raise T3DError(
+                f"{self._where(bad)}: the action is not a finite number, so the networks have diverged;"
+                " lower learning rates or a smaller reward would help."
+            )
         to_env = self.actions.to_env(np.asarray(actions))
         reward = np.zeros(self.count)
         terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
@@ -151,10 +167,7 @@ class GymBatch:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"
 
     def _failed(self, i: int, call: str, problem: Exception) -> T3DError:
-        frame = traceback.extract_tb(problem.__traceback__)[-1]
-        return T3DError(
-            f"{self._where(i)}: {call}() raised {type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"
-        )
+        return T3DError(f"{self._where(i)}: {call}() raised {_said(problem)}")
 
 
 def _observation(space: spaces.Space[Any], name: str) -> tuple[tuple[int, ...], int]:

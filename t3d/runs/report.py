@@ -13,7 +13,7 @@ from t3d.runs.folder import Run
 
 def learning_curve(run: Run) -> Path:
     """report/learning-curve.png: the mean return of each evaluation, every seed and their mean."""
-    figure = draw_learning_curve(run.evaluations, f"{run.config['env']}")
+    figure = draw_learning_curve(run.evaluations, f"T3D on {run.config['env']}")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144, metadata={"Software": None})
     path = run.path / "report" / "learning-curve.png"

@@ -1,0 +1,46 @@
+"""What a run shows: a live table in a terminal, lines elsewhere, nothing if asked."""
+
+import io
+
+import numpy as np
+from rich.console import Console
+
+from t3d.display import Display, _clock
+from t3d.evaluation import Evaluation
+
+EVALUATION = Evaluation(np.array([[10.0, 20.0], [1.0, 3.0]]), np.array([[5, 5], [5, 5]]))
+ROWS = [
+    {"seed": 4, "critic_loss": 0.5, "actor_loss": -2.25, "q_mean": 7.125},
+    {"seed": 9, "critic_loss": 1.5, "actor_loss": None, "q_mean": None},
+]
+
+
+def shown(terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=160, color_system=None, highlight=False)
+    with Display(2000, [4, 9], console=console) as display:
+        display.say("hello")
+        display.evaluated(0, EVALUATION)
+        display._rate = 100.0
+        display.advance(500)
+        display.training(ROWS)
+        display.evaluated(500, EVALUATION)
+    return text.getvalue()
+
+
+def test_plain_lines():
+    lines = shown(terminal=False).splitlines()
+    assert lines[0] == "hello" and len(lines) == 3
+    assert lines[2].split("   ")[0] == "step       500 of 2,000"
+    for part in ("8.5  (15.0, 2.0)", "critic loss 1", "mean Q 7.12", "100 steps/s", "15s left"):
+        assert part in lines[2], part
+
+
+def test_a_live_table():
+    text = shown(terminal=True)
+    for part in ("return at 500", "15.0 ± 5.0", "2.0 ± 1.0", "7.12", "mean", "8.5", "step 500 of 2,000"):
+        assert part in text, part
+
+
+def test_clock():
+    assert [_clock(s) for s in (7, 61, 3600 + 65)] == ["7s", "1m 01s", "1h 01m"]
