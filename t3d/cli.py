@@ -119,7 +119,7 @@ def _train_defaults(arguments: list[str]) -> Train:
     values = read_config(Path(file))
     if preset is not None:
         raise T3DError("--config brings its preset with it: give --preset or --config, not both.")
-    return Train(env=values["env"], preset=values["preset"], knobs=_knobs(values, file))
+    return Train(preset=values["preset"], knobs=_knobs(values, file))
 
 
 def _knobs(values: dict[str, Any], where: str) -> Config:
@@ -171,9 +171,10 @@ def _whole_number(word: str) -> int:
 
 def train(command: Train) -> None:
     """Train, then say what came of it and what to type next."""
-    if not command.env:
+    env = command.env or (_env_in(command.config) if command.config else "")
+    if not env:
         raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
-    run = api.start(command.env, _chosen_seeds(command), command.knobs, command.preset, command.out, progress=True)
+    run = api.start(env, _chosen_seeds(command), command.knobs, command.preset, command.out, progress=True)
     console = Console(highlight=False, soft_wrap=True)
     last = max(row["step"] for row in run.evaluations)
     finals = [row["mean"] for row in run.evaluations if row["step"] == last]
@@ -189,6 +190,14 @@ def train(command: Train) -> None:
     console.print("Next:")
     console.print(f"  t3d evaluate {folder} --episodes 100")
     console.print(f'  python -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
+
+
+def _env_in(config: Path) -> str:
+    """The environment that a config.json names; what it would import must be typed, not read from a file."""
+    env = str(read_config(config)["env"])
+    if ":" in env:
+        raise T3DError(f"{config} asks for {env}; if you trust that module, type it: t3d train {env} --config {config}")
+    return env
 
 
 def _chosen_seeds(command: Train) -> list[int]:

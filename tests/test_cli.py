@@ -244,4 +244,6 @@ def test_a_file_does_not_decide_what_is_imported(run, tmp_path, capsys):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "env": "antigravity:Pendulum-v1"}))
     assert "--allow-module antigravity" in failed(capsys, "evaluate", copy)
-    assert "antigravity" not in sys.modules
+    text = failed(capsys, "train", "--config", copy / "config.json", "--out", tmp_path / "new")
+    assert "type it: t3d train antigravity:Pendulum-v1" in text
+    assert "antigravity" not in sys.modules and not (tmp_path / "new").exists()
