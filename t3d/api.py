@@ -80,11 +80,12 @@ def start(
 
 def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run) -> str:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
-    many = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
+    one = len(seeds) == 1
+    many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
     when = "one episode at a time" if config.update_after == "episode" else f"{config.updates_per_step:g} per step"
     return (
-        f"T3D on {name}: {many}, {config.steps:,} steps each, on {where}\n"
+        f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
         f"preset {preset}: the first {config.random_steps:,} actions random, then updates {when},"
         f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
         f"run folder: {run.path}"

@@ -6,6 +6,7 @@ in one sentence, with exit code 2 and no traceback.
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -185,11 +186,19 @@ def train(command: Train) -> None:
         card = best[seed]
         top = sum(card.returns) / len(card.returns)
         console.print(f"  seed {seed}: {final:.1f} at the end, {top:.1f} at its best (step {card.step:,})")
-    folder = shlex.quote(str(run.path))
+    folder, program, python = shlex.quote(str(run.path)), _typed("t3d", sys.argv[0]), _typed("python", sys.executable)
     console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
     console.print("Next:")
-    console.print(f"  t3d evaluate {folder} --episodes 100")
-    console.print(f'  python -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
+    console.print(f"  {program} evaluate {folder} --episodes 100")
+    console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
+
+
+def _typed(name: str, path: str) -> str:
+    """What to type for a program: its name if the shell would find this very one, else the way to it."""
+    found = shutil.which(name)
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return name
+    return shlex.quote(os.path.relpath(path))
 
 
 def _env_in(config: Path) -> str:
