@@ -186,19 +186,14 @@ def train(command: Train) -> None:
         card = best[seed]
         top = sum(card.returns) / len(card.returns)
         console.print(f"  seed {seed}: {final:.1f} at the end, {top:.1f} at its best (step {card.step:,})")
-    folder, program, python = shlex.quote(str(run.path)), _typed("t3d", sys.argv[0]), _typed("python", sys.executable)
+    # What to type next can be typed as it stands, also where the environment is not activated.
+    active = Path(shutil.which("t3d") or "").parent == Path(sys.executable).parent
+    python = "python" if active else shlex.quote(os.path.relpath(sys.executable))
+    program, folder = "t3d" if active else f"{python} -m t3d", shlex.quote(str(run.path))
     console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
     console.print("Next:")
     console.print(f"  {program} evaluate {folder} --episodes 100")
     console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
-
-
-def _typed(name: str, path: str) -> str:
-    """What to type for a program: its name if the shell would find this very one, else the way to it."""
-    found = shutil.which(name)
-    if found and Path(found).parent == Path(sys.executable).parent:
-        return name
-    return shlex.quote(os.path.relpath(path))
 
 
 def _env_in(config: Path) -> str:

@@ -37,7 +37,7 @@ def test_train_from_start_to_picture(tmp_path, capsys):
     main(["train", "Pendulum-v1", "--seed", "6", *QUICK, "--gamma", "0.9", "--out", str(tmp_path / "run")])
     text = capsys.readouterr().out
     assert "the first 100 actions random" in text.splitlines()[1]
-    assert "step       300 of 300" in text and "Mean return at step 300" in text and "t3d evaluate" in text
+    assert "step       300 of 300" in text and "Mean return at step 300" in text and "t3d evaluate /" in text
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["seeds"] == [6] and config["gamma"] == 0.9 and config["hidden"] == [8, 8]
     assert (tmp_path / "run" / "report" / "learning-curve.png").exists()
