@@ -4,13 +4,17 @@ The agent itself is plain data (`steps.Agent`). A random number depends on the s
 on the environment step or the update it is drawn in; so nothing here has a state of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import networks, rng
+from t3d.errors import T3DError
 from t3d.optim import AdamState
 from t3d.replay import Replay
 from t3d.rng import Purpose
@@ -37,6 +41,16 @@ def update(agent: Agent, memory: Replay, batch_size: int, knobs: Knobs, delayed:
     shape, dtype = (batch_size, memory.action_dim), memory.rows.dtype
     noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
     return learn(memory, agent, bits, noise, knobs, delayed)
+
+
+def refuse_divergence(action: NDArray[np.float32], seeds: Sequence[int]) -> None:
+    """Say whose networks are no longer finite, before an environment is handed an action (S, N, A) of theirs."""
+    lost = [seed for seed, of_seed in zip(seeds, action, strict=True) if not np.isfinite(of_seed).all()]
+    if lost:
+        raise T3DError(
+            f"the networks of seed {', '.join(map(str, lost))} have diverged: their actions are not finite numbers."
+            " A lower --critic-lr and --actor-lr, or smaller rewards, would help."
+        )
 
 
 def one_seed(agent: Agent, k: int) -> Agent:

@@ -1,7 +1,8 @@
 """The Python surface: `t3d.train` and `t3d.load`. The command line calls the same two."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import closing, contextmanager
+from operator import index
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +18,8 @@ from t3d.evaluation import Evaluator
 from t3d.policy import Policy, read_policy
 from t3d.runs.folder import Run, Which, claim
 from t3d.runs.report import learning_curve
+
+MOST_SEEDS = 10_000
 
 
 def train(
@@ -43,9 +46,13 @@ def train(
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:
     """5 means seeds 0 to 4; [3, 5] means seeds 3 and 5."""
-    listed = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
-    if not listed:
-        raise T3DError(f"a run needs at least one seed; seeds is {seeds!r}.")
+    try:
+        count, given = (len(seeds), seeds) if isinstance(seeds, Sized) else (index(seeds), None)
+        if not 1 <= count <= MOST_SEEDS:
+            raise T3DError(f"a run has between 1 and {MOST_SEEDS:,} seeds; this would be {count:,}.")
+        listed = list(range(count)) if given is None else [index(seed) for seed in given]
+    except TypeError as error:
+        raise T3DError(f"seeds cannot be {seeds!r}: it is how many, or a list of whole numbers.") from error
     if len(set(listed)) < len(listed):
         raise T3DError(f"the same seed twice gives the same run twice; seeds are {listed}.")
     if not all(0 <= seed < 2**62 for seed in listed):

@@ -10,20 +10,20 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
 from t3d import api
-from t3d.config import PRESETS, Config, Preset, from_values
+from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
+from t3d.display import open_console
 from t3d.envs import gym_maker
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
@@ -65,8 +65,8 @@ class Evaluate:
     """The run folder."""
     policy: Which = "best"
     """Each seed's policy at its best evaluation, or at the last one."""
-    seeds: Annotated[tuple[int, ...], arg(metavar="K ...", help_behavior_hint="(default: all)")] = ()
-    """The seeds to evaluate."""
+    seed: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: every seed)")] = None
+    """The one seed K."""
     episodes: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as in training)")] = None
     """Episodes for each seed."""
     allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
@@ -125,16 +125,20 @@ def _train_defaults(arguments: list[str]) -> Train:
 
 def _knobs(values: dict[str, Any], where: str) -> Config:
     """The knobs in a config.json."""
-    return from_values({k: v for k, v in values.items() if k not in NOT_KNOBS}, Config(), where)
+    knobs = from_values({k: v for k, v in values.items() if k not in NOT_KNOBS}, Config(), where)
+    check_ranges(knobs)
+    return knobs
 
 
 def _value_of(option: str, arguments: list[str]) -> Any:
-    for i, argument in enumerate(arguments):
-        if argument == option and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(option + "="):
-            return argument.partition("=")[2]
-    return None
+    """What an option was given, the last time if it was several."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == option:
+            value = following
+        elif argument.startswith(option + "="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def _whole_numbers() -> ConstructorRegistry:
@@ -175,8 +179,14 @@ def train(command: Train) -> None:
     env = command.env or (_env_in(command.config) if command.config else "")
     if not env:
         raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
-    run = api.start(env, _chosen_seeds(command), command.knobs, command.preset, command.out, progress=True)
-    console = Console(highlight=False, soft_wrap=True)
+    knobs = command.knobs
+    if command.config:
+        file = _knobs(read_config(command.config), str(command.config))
+        if knobs.steps < file.steps and knobs.random_steps == file.random_steps:
+            # They were chosen for a longer run; a shorter one keeps the rule of a tenth.
+            knobs = replace(knobs, random_steps=min(file.random_steps, knobs.steps // 10))
+    run = api.start(env, _chosen_seeds(command), knobs, command.preset, command.out, progress=True)
+    console = open_console()
     last = max(row["step"] for row in run.evaluations)
     finals = [row["mean"] for row in run.evaluations if row["step"] == last]
     best = {seed: run.policy(seed).card for seed in run.seeds}
@@ -218,7 +228,7 @@ def evaluate(command: Evaluate) -> None:
     """Play the episodes and show them beside what was recorded."""
     run = Run.open(command.run)
     knobs = _knobs(run.config, str(run.path / "config.json"))
-    wanted = list(command.seeds) or run.seeds
+    wanted = run.seeds if command.seed is None else [command.seed]
     policies = {seed: run.policy(seed, command.policy) for seed in wanted}
     episodes = knobs.eval_episodes if command.episodes is None else command.episodes
     if episodes < 1:
@@ -235,7 +245,7 @@ def evaluate(command: Evaluate) -> None:
         spread = float(torch.tensor(scores, dtype=torch.float64).std(correction=0))
         numbers = (_mean(scores), spread, min(scores), max(scores))
         table.add_row(str(seed), f"{policy.card.step:,}", *(f"{x:.2f}" for x in numbers), same)
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console()
     console.print(f"{run.config['env']}, {episodes} episodes for each seed, {command.policy} policies, no noise")
     console.print(table)
     if len(returns) > 1:

@@ -6,6 +6,7 @@ The knobs that stand in the equations are `steps.Knobs`; this adds those of the 
 
 import os
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -16,7 +17,10 @@ from t3d.steps import Knobs
 
 Preset = Literal["td3", "paper", "documents"]
 
-AUTO = -1  # a whole number left open, for `settle` to decide
+AUTO = -(2**62)  # a whole number left open, for `settle` to decide; nobody types it
+
+
+_RANDOM_STEPS_DEFAULT = "(default: 25000; pendulums, Reacher: 1000; at most a tenth of the steps)"
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,8 @@ class Config(Knobs):
 
     steps: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 1e6; Pendulum-v1: 1e4)")] = AUTO
     """Environment steps for each seed; 1e6 is fine."""
-    random_steps: Annotated[
-        int, arg(metavar="INT", help_behavior_hint="(default: 25000; pendulums, Reacher: 1000)")
-    ] = AUTO
-    """Actions drawn evenly from the whole range before the actor plays; at most a tenth of the steps."""
+    random_steps: Annotated[int, arg(metavar="INT", help_behavior_hint=_RANDOM_STEPS_DEFAULT)] = AUTO
+    """Actions drawn evenly from the whole range before the actor plays."""
     exploration_noise: float = 0.1
     """Standard deviation of the noise on the actor's actions, 1 being half the action range."""
     batch_size: int = 256
@@ -62,8 +64,13 @@ PRESETS: dict[Preset, Config] = {
     "documents": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, update_after="episode"),
 }
 
+# Random steps where none are given: a number, and another one for some tasks.
 _SMALL_TASKS = ("Pendulum", "InvertedPendulum", "InvertedDoublePendulum", "Reacher")
-_PAPER_LONG_TASKS = ("HalfCheetah", "Ant")
+_RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
+    "td3": (25_000, dict.fromkeys(_SMALL_TASKS, 1_000)),
+    "paper": (1_000, {"HalfCheetah": 10_000, "Ant": 10_000}),
+    "documents": (10_000, {}),
+}
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -114,9 +121,10 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise wrong
         return tuple(_typed(where, name, item, int) for item in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real too
         raise wrong
-    if hint is int and value != value // 1:
+    number = float(value)
+    if hint is int and not number.is_integer():
         raise wrong
     return hint(value)
 
@@ -137,19 +145,21 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
         steps = 10_000 if task == "Pendulum" else 1_000_000
     random_steps = config.random_steps
     if random_steps == AUTO:
-        if preset == "td3":
-            random_steps = 1_000 if task in _SMALL_TASKS else 25_000
-        elif preset == "paper":
-            random_steps = 10_000 if task in _PAPER_LONG_TASKS else 1_000
-        else:
-            random_steps = 10_000
-        random_steps = min(random_steps, steps // 10)
+        usual, by_task = _RANDOM_STEPS[preset]
+        random_steps = min(by_task.get(task, usual), steps // 10)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = _threads(config, seeds) if config.threads == AUTO else config.threads
     config = replace(config, steps=steps, random_steps=random_steps, device=device, threads=threads)
-    _check(config)
+    check_ranges(config)
+    if config.random_steps >= config.steps:
+        raise T3DError(
+            f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
+            " give fewer random steps or more steps."
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
     return config
 
 
@@ -160,7 +170,8 @@ def _threads(config: Config, seeds: int) -> int:
     return min(cores, 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1
 
 
-def _check(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Refuse a knob that is out of its range."""
     for name, (low, high, closed) in _RANGES.items():
         value = getattr(config, name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -169,10 +180,3 @@ def _check(config: Config) -> None:
                 raise T3DError(f"{flag(name)} must be {between}; it is {number:g}.")
     if not config.hidden:
         raise T3DError("--hidden needs at least one layer, for example --hidden 256 256.")
-    if config.random_steps >= config.steps:
-        raise T3DError(
-            f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
-            " give fewer random steps or more steps."
-        )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")

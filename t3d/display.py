@@ -1,5 +1,6 @@
 """What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +14,25 @@ from rich.text import Text
 from t3d.evaluation import Evaluation
 
 
+class _Console(Console):
+    """A console that falls silent when nobody reads it any more, as behind `| head`: the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def open_console(quiet: bool = False) -> Console:
+    """Standard output, without colours for numbers and without breaking long lines."""
+    return _Console(highlight=False, soft_wrap=True, quiet=quiet)
+
+
 class Display:
     """Shows progress; it reads what it is given and changes nothing."""
 
     def __init__(self, steps: int, seeds: Sequence[int], quiet: bool = False, console: Console | None = None) -> None:
         self.steps, self.seeds = steps, list(seeds)
-        self.console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self.console = console or open_console(quiet)
         self._step = self._marked_step = 0
         self._started = self._marked = time.perf_counter()
         self._rate = 0.0

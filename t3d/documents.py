@@ -5,10 +5,9 @@ runs the same algorithm as `t3d train`. Here states, actions and noise are in th
 and actions lie within ±max_action.
 """
 
-from collections.abc import Sequence
-from copy import copy, deepcopy
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -44,18 +43,29 @@ class ReplayBuffer:
         if len(transition) != len(names):
             raise T3DError(f"a transition is ({', '.join(names)}); this one has {len(transition)} parts.")
         parts = [np.asarray(part).reshape(1, 1, -1) for part in transition]
-        if self._replay is None:
-            # The first transition tells the sizes, and whether states come in single or double precision.
-            dtype = torch.float64 if np.result_type(*parts[:3]).itemsize > 4 else torch.float32
-            self._replay = Replay(1, self.max_size, parts[0].size, parts[2].size, dtype)
-        replay = self._replay
-        sizes = (replay.obs_dim, replay.obs_dim, replay.action_dim, 1, 1)
+        first = self._replay is None
+        obs_dim = parts[0].size if self._replay is None else self._replay.obs_dim
+        action_dim = parts[2].size if self._replay is None else self._replay.action_dim
+        sizes = (obs_dim, obs_dim, action_dim, 1, 1)
         for name, part, size in zip(names, parts, sizes, strict=True):
             if part.size != size:
-                raise T3DError(f"the {name} of this transition has {part.size} numbers, those before it {size}.")
+                expected = "it should have" if first else "those before it had"
+                raise T3DError(f"the {name} of this transition has {part.size} numbers; {expected} {size}.")
+        replay = self._replay = self._replay or self._new_replay(parts)
         state, next_state, action, reward, done = (torch.tensor(part, dtype=replay.rows.dtype) for part in parts)
         one = torch.ones(1, 1, dtype=replay.rows.dtype)
         replay.add(state, action, reward[..., 0], next_state, done[..., 0], one, one.bool())
+
+    def _new_replay(self, parts: list[NDArray[Any]]) -> Replay:
+        """The first transition tells the sizes, and whether states come in single or double precision."""
+        dtype = torch.float64 if np.result_type(*parts[:3]).itemsize > 4 else torch.float32
+        try:
+            return Replay(1, self.max_size, parts[0].size, parts[2].size, dtype)
+        except RuntimeError as error:
+            raise T3DError(
+                f"{self.max_size:,} transitions with states of {parts[0].size:,} numbers do not fit into memory;"
+                " make the ReplayBuffer with a smaller max_size."
+            ) from error
 
     def sample(self, batch_size: int) -> Arrays:
         """[step 4] states, next_states, actions, rewards (n, 1), dones (n, 1), drawn with `np.random`."""
@@ -77,7 +87,10 @@ class Samples(Protocol):
 
 
 class _Network(nn.Module):
-    """Layers `layer_1`, `layer_2`, … in the layout of `nn.Linear` that are views of live parameters."""
+    """Layers `layer_1`, `layer_2`, … in the layout of `nn.Linear` that are views of live parameters.
+
+    Weights are transposed views, so `safetensors` wants `.contiguous()` copies of what `state_dict` gives.
+    """
 
     def __init__(self, parameters: Parameters, twins: int) -> None:
         super().__init__()
@@ -90,6 +103,15 @@ class _Network(nn.Module):
                 layer = nn.Linear(w.shape[0], w.shape[1], device="meta")
                 layer.weight, layer.bias = nn.Parameter(w.T), nn.Parameter(b)
                 self.add_module(f"layer_{twin * self.depth + i}", layer)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`.to`, `.double` and the like: they may not cut a network off from the agent that it shows."""
+        if any(fn(parameter.data).data_ptr() != parameter.data_ptr() for parameter in self.parameters()):
+            raise T3DError(
+                "this network shares its weights with others and cannot be converted; T3D takes device and dtype."
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def parameters_of(self, twin: int) -> Parameters:
         """One network as the functions of `networks` take it, still tied to this module's parameters."""
@@ -178,10 +200,13 @@ class T3D:
         self.critic = Critic(*sizes, parameters=agent.critic)
         self.critic_target = Critic(*sizes, parameters=agent.target_critic)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "T3D":
-        twin = copy(self)  # a module copied by itself would lose its tie to the agent's tensors
-        twin._show(deepcopy(self._agent, memo))
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its four objects anew: a module copied by itself would lose its tie to the agent's tensors."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, nn.Module)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._show(self._agent)
 
     @property
     def updates(self) -> int:
@@ -209,6 +234,8 @@ class T3D:
         policy_freq: int = 2,
     ) -> None:
         """Steps 4 to 15, `iterations` times; the delay counts over the agent's life: updates 2, 4, ..."""
+        if policy_freq < 1:
+            raise T3DError(f"policy_freq must be at least 1; it is {policy_freq}.")
         agent = self._agent
         knobs = steps.Knobs(
             gamma=discount,
@@ -223,17 +250,24 @@ class T3D:
         for update in range(self.updates + 1, self.updates + int(iterations) + 1):
             memory = _Sampled(*(self._tensor(part) for part in replay_buffer.sample(batch_size)))
             noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, memory.action.shape, memory.action.dtype)
-            steps.learn(memory, agent, no_bits, noise, knobs, update % policy_freq == 0, self.max_action)
+            delayed = steps.is_delayed(update, policy_freq)
+            steps.learn(memory, agent, no_bits, noise, knobs, delayed, self.max_action)
 
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""
         folder = files.make_folder(Path(directory))
-        files.write_tensors(folder / f"{filename}.safetensors", tensors(self._agent))
+        files.write_tensors(folder / f"{filename}.safetensors", self._saved())
 
     def load(self, filename: str, directory: str | Path) -> None:
         """Restore networks, targets, optimizers and counters; the agent goes on as if it had never stopped."""
         path = Path(directory) / f"{filename}.safetensors"
-        files.copy_tensors(path, files.read_tensors(path), tensors(self._agent))
+        given, live = files.read_tensors(path), self._saved()
+        if "max_action" in given and not torch.equal(given["max_action"], live["max_action"]):
+            raise T3DError(f"{path} holds an agent with another max_action than {self.max_action:g}.")
+        files.copy_tensors(path, given, live)
+
+    def _saved(self) -> dict[str, Tensor]:
+        return {**tensors(self._agent), "max_action": torch.tensor(self.max_action, dtype=torch.float64)}
 
     def _tensor(self, array: ArrayLike) -> Tensor:
         live = self._agent.actor["w1"]

@@ -12,13 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from t3d import networks, rng
+from t3d.agent import refuse_divergence
 from t3d.envs import GymBatch
 from t3d.envs.gym import Maker
 from t3d.networks import Parameters
 from t3d.rng import Purpose
-
-# Where an environment does not say how long an episode may last, an evaluation must still end.
-LONGEST_EPISODE = 10_000
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,15 @@ class Evaluator:
         device = actor["w1"].device
         returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
         active = np.ones(self.envs.count, bool)
-        limit = self.envs.episode_limit or LONGEST_EPISODE
         obs = self.envs.reset()
         while active.any():
             batch = torch.from_numpy(obs).reshape(*shape, -1).to(device)
-            action = networks.actor(actor, batch).flatten(0, 1).cpu().numpy()
-            moved = self.envs.step(action, active)
+            action = networks.actor(actor, batch).cpu().numpy()
+            refuse_divergence(action, self.seeds)
+            moved = self.envs.step(action.reshape(len(active), -1), active)
             returns += moved.reward
             lengths += moved.valid
-            active &= ~(moved.terminated | moved.truncated) & (lengths < limit)
+            active &= ~(moved.terminated | moved.truncated)
             obs = moved.obs
         return Evaluation(returns.reshape(shape), lengths.reshape(shape))
 

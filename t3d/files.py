@@ -1,10 +1,12 @@
 """Every file that T3D writes or reads goes through here.
 
 A file is written aside, flushed to the disk and renamed, and then its folder is flushed: after a crash
-there is the old file or the new one, never half of one. What is read is JSON or safetensors: numbers and
+there is the old file or the new one, never half of one. Only metrics.jsonl grows line by line, and who reads it
+leaves out a last line that was cut off. What is read is JSON or safetensors: numbers and
 names, nothing that can run.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -94,6 +96,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise T3DError(f"cannot read {path}: {error.strerror}.") from error
     except safetensors.SafetensorError as error:
         raise T3DError(f"{path} is not a safetensors file, or is damaged ({error}).") from error
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise T3DError(f"cannot read {path}: {error.strerror}.") from error
 
 
 def copy_tensors(path: Path, given: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,8 @@ documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says 
 """
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +56,23 @@ class Policy:
 
     @torch.no_grad()
     def __call__(self, obs: ArrayLike) -> NDArray[Any]:
-        array, shape = np.asarray(obs, dtype=np.float32), tuple(self.card.obs_shape)
+        shape = tuple(self.card.obs_shape)
+        try:
+            array = np.asarray(obs, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise T3DError(f"this policy takes an array of shape {shape}; this is {type(obs).__name__}.") from error
         if array.shape not in (shape, (*array.shape[:1], *shape)):
             raise T3DError(
                 f"this policy takes one observation of shape {shape}, or a batch of them; this has {array.shape}."
             )
-        rows = torch.from_numpy(np.ascontiguousarray(array.reshape(1, -1, int(np.prod(shape)))))
+        rows = torch.from_numpy(np.ascontiguousarray(array.reshape(1, -1, prod(shape))))
         actions = self.actions.to_env(networks.actor(self.parameters, rows)[0].numpy())
         return actions[0] if array.shape == shape else actions
 
     def save(self, path: Path) -> None:
-        """Write `path` (.safetensors) and the JSON beside it."""
+        """Write `path` (.safetensors) and the JSON beside it, which knows the weights by their SHA-256."""
         files.write_tensors(path, to_layers(self.parameters))
-        files.write_json(path.with_suffix(".json"), asdict(self.card))
+        files.write_json(path.with_suffix(".json"), {**asdict(self.card), "sha256": files.sha256(path)})
 
 
 def read_policy(path: Path) -> Policy:
@@ -76,22 +82,35 @@ def read_policy(path: Path) -> Policy:
     values = files.read_json(beside)
     if values.get("format") != FORMAT:
         raise T3DError(f"{beside} has the format {values.get('format')!r}; this version reads {FORMAT}.")
+    if values.pop("sha256", None) != files.sha256(path):
+        raise T3DError(f"{beside} describes other weights than those in {path.name}: one of the two was changed.")
     try:
         card = Card(**values)
-        sizes = [int(np.prod(card.obs_shape)), *card.hidden, int(np.size(card.action_low))]
-        policy = Policy(_from_layers(layers, len(sizes) - 1), card)
-        fits = all(
-            policy.parameters[f"w{i + 1}"].shape == (1, *sizes[i : i + 2])
-            and policy.parameters[f"b{i + 1}"].shape == (1, 1, sizes[i + 1])
-            for i in range(len(sizes) - 1)
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        _check_card(card)
+        sizes = [prod(card.obs_shape), *card.hidden, int(np.size(card.action_low))]
+        policy = Policy(_from_layers(layers, sizes), card)
+    except (KeyError, TypeError, ValueError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
-    if not fits or policy.actions.low.shape != policy.actions.high.shape:
-        raise T3DError(f"{beside} does not describe the policy in {path.name}: the sizes differ.")
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
         raise T3DError(f"{path} holds weights that are not finite numbers.")
     return policy
+
+
+def _check_card(card: Card) -> None:
+    """Refuse what a policy could not be used with."""
+    whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths, "obs_shape": card.obs_shape}
+    for name, numbers in {**whole, "hidden": card.hidden}.items():
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{name} must be whole numbers")
+    if not card.returns or not all(isinstance(x, int | float) and np.isfinite(x) for x in card.returns):
+        raise ValueError("returns must be finite numbers, at least one")
+    if len(card.lengths) != len(card.returns):
+        raise ValueError("there must be as many lengths as returns")
+    if card.action_dtype not in ("float16", "float32", "float64"):
+        raise ValueError("action_dtype must be a floating point type")
+    low, high = np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
+    if low.shape != high.shape or not (low < high).all() or not np.isfinite([low, high]).all():
+        raise ValueError("action_low and action_high must be finite bounds of one shape")
 
 
 def to_layers(parameters: Parameters) -> dict[str, Tensor]:
@@ -103,11 +122,14 @@ def to_layers(parameters: Parameters) -> dict[str, Tensor]:
     return layers
 
 
-def _from_layers(layers: dict[str, Tensor], depth: int) -> Parameters:
-    if len(layers) != 2 * depth:
-        raise ValueError(f"{len(layers)} tensors for {depth} layers")
+def _from_layers(layers: dict[str, Tensor], sizes: list[int]) -> Parameters:
+    """Weights as `nn.Linear` lays them out as one seed's parameters, if they are of these sizes."""
+    if len(layers) != 2 * (len(sizes) - 1):
+        raise ValueError(f"{len(layers)} tensors for {len(sizes) - 1} layers")
     parameters = {}
-    for i in range(1, depth + 1):
-        parameters[f"w{i}"] = layers[f"layer_{i}.weight"].T[None].contiguous()
-        parameters[f"b{i}"] = layers[f"layer_{i}.bias"][None, None]
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
+        weight, bias = layers[f"layer_{i}.weight"], layers[f"layer_{i}.bias"]
+        if weight.shape != (fan_out, fan_in) or bias.shape != (fan_out,):
+            raise ValueError(f"layer_{i} is not {fan_in} by {fan_out}")
+        parameters[f"w{i}"], parameters[f"b{i}"] = weight.T[None].float().contiguous(), bias[None, None].float()
     return parameters

@@ -136,6 +136,11 @@ def update_critic(agent: Agent, loss: Callable[[Parameters], tuple[Tensor, Tenso
     return {"critic_loss": losses, "q_mean": q.mean((0, 2))}
 
 
+def is_delayed(update: int, policy_delay: int) -> bool:
+    """[step 13] Updates are counted from 1 over the agent's life: with a delay of 2 the actor moves in 2, 4, …"""
+    return update % policy_delay == 0
+
+
 def actor_loss(actor: Parameters, critic: Parameters, obs: Tensor, limit: float) -> Tensor:
     """[step 13] −mean Q₁(s, π(s)): (S,). Down this loss is up the first critic."""
     action = networks.actor(actor, obs, limit)

@@ -27,7 +27,7 @@ from t3d.policy import Card, Policy
 from t3d.replay import Replay, row_width
 from t3d.rng import Purpose
 from t3d.runs.folder import Run, Which
-from t3d.steps import Agent, init_agent
+from t3d.steps import Agent, init_agent, is_delayed
 
 ENVS_PER_SEED = 1
 METRICS = ("critic_loss", "actor_loss", "q_mean")
@@ -45,7 +45,7 @@ class State:
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
-    updates: NDArray[np.int64]  # (S,) updates that were run
+    updates: NDArray[np.int64]  # (S,) updates that were run: `agent.updates`, known without asking the device
     best: list[float]  # each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     counts: dict[str, NDArray[np.int64]]  # (S,) and how many of each
@@ -117,7 +117,9 @@ def act(state: State, config: Config) -> NDArray[np.float32]:
     else:
         obs = torch.from_numpy(state.obs).to(state.agent.seeds.device)
         action = agents.explore(state.agent, obs, state.step, config.exploration_noise)
-    return np.asarray(action.cpu().numpy(), np.float32)
+    played = np.asarray(action.cpu().numpy(), np.float32)
+    agents.refuse_divergence(played, state.seeds)
+    return played
 
 
 def collect(state: State, action: NDArray[np.float32], config: Config) -> list[dict[str, Any]]:
@@ -162,22 +164,23 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
 
 
 def learn_owed(state: State, config: Config) -> None:
-    """Run the updates that are owed. Seeds that owe alike learn together, others one after another."""
+    """Run the updates that are owed."""
     # From the whole count each time: 0.3 added up fifty times is not 15.
     due = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
-    phase = state.updates % config.policy_delay
-    if (due == due[0]).all() and (phase == phase[0]).all():
-        _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))
-    else:
-        for k in np.flatnonzero(due):
-            one, memory = agents.one_seed(state.agent, int(k)), state.memory.seed(int(k))
-            _learn(state, config, one, memory, slice(k, k + 1), int(due[k]))
+    if config.update_after == "step":
+        _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))  # all owe the same
+        return
+    # Episodes end at different times. A seed always learns by itself then, also where all end at once: whether it
+    # is stacked with others may change its rounding, and another seed's episodes must not.
+    for k in map(int, np.flatnonzero(due)):
+        alone, memory = agents.one_seed(state.agent, k), state.memory.seed(k)
+        _learn(state, config, alone, memory, slice(k, k + 1), int(due[k]))
 
 
 def _learn(state: State, config: Config, agent: Agent, memory: Replay, seeds: slice, times: int) -> None:
     for _ in range(times):
         state.updates[seeds] += 1
-        delayed = bool(state.updates[seeds][0] % config.policy_delay == 0)
+        delayed = is_delayed(int(state.updates[seeds][0]), config.policy_delay)
         metrics = agents.update(agent, memory, config.batch_size, config, delayed)
         for name, value in metrics.items():
             state.sums[name][seeds] += value

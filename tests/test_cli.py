@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -62,6 +63,7 @@ def test_config_takes_a_runs_settings_and_typed_ones_go_first(run, tmp_path, cap
     main(["train", "--config", str(run / "config.json"), *typed, "--out", str(tmp_path / "other")])
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     assert (config["tau"], config["seeds"], config["steps"], config["batch_size"]) == (0.5, [1], 120, 8)
+    assert config["random_steps"] == 12  # fewer steps, and no more than a tenth of them random
 
 
 def test_presets_set_defaults_and_typed_ones_go_first(tmp_path, capsys):
@@ -95,7 +97,7 @@ def test_help_fits_eighty_columns(arguments, monkeypatch, capsys):
     assert "usage: t3d" in text and max(map(len, text.splitlines())) <= 80
 
 
-def test_every_knob_has_an_option_with_a_help_text(capsys):
+def test_every_knob_has_an_option(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
@@ -137,14 +139,17 @@ def test_module_and_version():
         (["train", "Pendulum-v1", "--steps", "100", "--random-steps", "100"], "nothing to learn"),
         (["train", "Pendulum-v1", "--hidden", "0"], "--hidden must be between 1"),
         (["train", "Pendulum-v1", "--hidden"], "--hidden"),
-        (["train", "Pendulum-v1", "--seeds", "0"], "at least one seed"),
+        (["train", "Pendulum-v1", "--seeds", "0"], "between 1 and 10,000 seeds"),
         (["train", "Pendulum-v1", "--seeds", "1", "1"], "the same seed twice"),
         (["train", "Pendulum-v1", "--seed=-1"], "a seed is a whole number from 0"),
         (["train", "Pendulum-v1", "--seed", "1", "--seeds", "2"], "not both"),
         (["train", "Pendulum-v1", "--preset", "td4"], "td4"),
         (["train", "Pendulum-v1", "--device", "tpu"], "tpu"),
         (["train", "--config", "absent.json"], "cannot read absent.json"),
-        (["train", "Pendulum-v1", "--steps", "1e12", "--buffer-size", "2e9"], "the replay memory needs"),
+        (["train", "Pendulum-v1", "--steps", "1e12", "--buffer-size", "2e9", "--seeds", "500"], "the replay memory"),
+        (["train", "Pendulum-v1", "--steps=-1"], "--steps must be between 1"),
+        (["train", "Pendulum-v1", "--threads=-1"], "--threads must be between 1"),
+        (["train", "Pendulum-v1", "--seeds", "1e9"], "between 1 and 10,000 seeds"),
         (["evaluate", "no/such/run"], "there is no run no/such/run"),
         (["evaluate", "."], "not a run folder"),
         (["evaluate"], "RUN"),
@@ -215,6 +220,7 @@ def test_an_unwritable_folder(tmp_path, capsys):
         ({"hidden": "256"}, "hidden cannot be '256'"),
         ({"steps": 1.5}, "steps cannot be 1.5"),
         ({"format": 2}, "format 2"),
+        ({"threads": 0}, "--threads must be between 1"),
     ],
 )
 def test_a_corrupt_config_is_a_sentence(run, change, sentence, tmp_path, capsys):
@@ -231,11 +237,42 @@ def test_python_has_the_same_sentences(tmp_path):
         ({"gama": 0.9}, "no setting 'gama'. Did you mean gamma?"),
         ({"preset": "papr"}, "Did you mean paper?"),
         ({"steps": 2.5}, "steps cannot be 2.5"),
-        ({"seeds": 0}, "at least one seed"),
+        ({"seeds": 0}, "between 1 and"),
+        ({"seeds": "12"}, "seeds cannot be '12'"),
+        ({"seeds": 2.5}, "seeds cannot be 2.5"),
+        ({"seeds": [1.7]}, r"seeds cannot be \[1.7\]"),
     ):
         with pytest.raises(t3d.T3DError, match=sentence.replace("?", r"\?")):
             t3d.train("Pendulum-v1", out=tmp_path / "run", **knobs)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_edited_config_does_not_break_evaluate(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", run, copy], check=True)
+    config = json.loads((copy / "config.json").read_text())
+    for change, sentence in (({"threads": 0}, "--threads"), ({"eval_episodes": 0}, "--eval-episodes")):
+        (copy / "config.json").write_text(json.dumps({**config, **change}))
+        assert f"{sentence} must be between 1" in failed(capsys, "evaluate", copy, "--episodes", "3")
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
+    command = [sys.executable, "-m", "t3d", "train", "Pendulum-v1", *QUICK, "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait() == 0 and process.stderr.read() == b""
+    assert t3d.Run(tmp_path / "run").evaluations[-1]["step"] == 300
+
+
+def test_ctrl_c_keeps_what_was_learned(tmp_path):
+    command = [sys.executable, "-m", "t3d", "train", "Pendulum-v1", *QUICK, "--steps", "1e6", "--out", tmp_path / "run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "step       300" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130 and "stopped at step" in out and "Traceback" not in err
+    assert t3d.load(tmp_path / "run").card.env == "Pendulum-v1"
 
 
 def test_a_file_does_not_decide_what_is_imported(run, tmp_path, capsys):

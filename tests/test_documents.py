@@ -1,6 +1,7 @@
 """The documents' classes: names, shapes, argument order, and that a script written from them runs and learns."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -57,6 +58,13 @@ def test_buffer_says_what_is_wrong():
         ReplayBuffer().sample(1)
     with pytest.raises(T3DError, match="action of this transition has 3"):
         filled_buffer().add((np.zeros(3), np.zeros(3), np.zeros(3), 0.0, 0.0))
+    buffer = ReplayBuffer()
+    with pytest.raises(T3DError, match="next_state of this transition has 2 numbers; it should have 3"):
+        buffer.add((np.zeros(3), np.zeros(2), np.zeros(3), 0.0, 0.0))
+    with pytest.raises(T3DError, match="empty"):
+        buffer.sample(1)
+    with pytest.raises(T3DError, match="smaller max_size"):
+        ReplayBuffer(2e9).add((np.zeros(84 * 84 * 4), np.zeros(84 * 84 * 4), np.zeros(1), 0.0, 0.0))
     with pytest.raises(T3DError, match="max_size"):
         ReplayBuffer(0)
 
@@ -157,14 +165,33 @@ def test_load_says_what_is_wrong_and_changes_nothing(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(policy._agent).items())
 
 
-def test_a_copy_is_independent_and_whole():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_a_copy_is_independent_and_whole(copied):
     policy, buffer = T3D(3, 2, 1.0), filled_buffer()
-    twin = copy.deepcopy(policy)
+    twin = copied(policy)
     policy.train(buffer, 2)
     assert twin.updates == 0
     before = twin.actor.layer_1.weight.detach().clone()
     twin.train(buffer, 2)
     assert not torch.equal(twin.actor.layer_1.weight, before)
+
+
+def test_a_network_is_not_cut_off_from_its_agent():
+    policy = T3D(3, 2, 1.0)
+    policy.actor.to("cpu").float()  # nothing to convert
+    with pytest.raises(T3DError, match="T3D takes device and dtype"):
+        policy.actor.double()
+
+
+def test_wrong_numbers_are_sentences(tmp_path):
+    policy = T3D(3, 2, 1.0)
+    policy.save("agent", tmp_path)
+    with pytest.raises(T3DError, match="another max_action than 7"):
+        T3D(3, 2, 7.0).load("agent", tmp_path)
+    with pytest.raises(T3DError, match="policy_freq"):
+        policy.train(filled_buffer(), 1, policy_freq=0)
+    with pytest.raises(T3DError, match="max_action"):
+        T3D(3, 2, -1.0)
 
 
 def test_done_ends_the_value():

@@ -128,11 +128,17 @@ def test_what_cannot_be_learned_from_is_named(env, sentence):
         envs.step(np.zeros((1, 1)))
 
 
-def test_diverged_networks_are_named():
-    envs = batch(Scripted, count=2)
+def test_an_episode_without_a_limit_is_cut(monkeypatch):
+    class Endless(Probe):
+        def step(self, action):
+            return self.obs, 1.0, False, False, {}
+
+    monkeypatch.setattr("t3d.envs.gym.LONGEST_EPISODE", 5)
+    envs = batch(Endless)
     envs.reset()
-    with pytest.raises(T3DError, match=r"copy 1, .*the networks have diverged"):
-        envs.step(np.array([[0.0, 0.0], [0.0, np.nan]]))
+    ends = [envs.step(np.zeros((1, 1))) for _ in range(10)]
+    assert [bool(moved.truncated[0]) for moved in ends] == [False] * 4 + [True] + [False] * 4 + [True]
+    assert not any(moved.terminated[0] for moved in ends)
 
 
 def test_images_and_strange_makers_are_refused():

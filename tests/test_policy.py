@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripted import Probe
 
 import t3d
-from t3d import Actor, T3DError
+from t3d import Actor, T3DError, networks, rng
 from t3d.cli import main
+from t3d.envs import gym_maker
+from t3d.evaluation import Evaluator
+from t3d.rng import Purpose
 
 KNOBS = {
     "steps": 400, "random_steps": 100, "eval_every": 200, "eval_episodes": 3, "hidden": (16, 16), "batch_size": 16,
@@ -51,16 +55,23 @@ def test_load_takes_a_run_a_folder_or_a_file(run):
         t3d.load(run, seed=4)
 
 
+def test_weights_and_card_belong_together(run, tmp_path):
+    for name, source in (("p.json", "best-seed-3.json"), ("p.safetensors", "best-seed-8.safetensors")):
+        (tmp_path / name).write_bytes((run.path / "policies" / source).read_bytes())
+    with pytest.raises(T3DError, match="describes other weights"):
+        t3d.load(tmp_path / "p.safetensors")
+
+
 def test_no_time_and_no_host_in_a_policy(run):
     card = json.loads((run.path / "policies" / "best-seed-3.json").read_text())
     assert card.keys() == {
         "format", "env", "seed", "step", "returns", "lengths", "obs_shape", "action_low", "action_high",
-        "action_dtype", "hidden",
+        "action_dtype", "hidden", "sha256",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-@pytest.mark.parametrize("seeds", [[], ["--seeds", "8"]])
+@pytest.mark.parametrize("seeds", [[], ["--seed", "8"]])
 @pytest.mark.parametrize("episodes", [[], ["--episodes", "2"], ["--episodes", "5"]])
 def test_evaluate_gives_the_recorded_scores_again(run, which, seeds, episodes, capsys):
     main(["evaluate", str(run.path), "--policy", which, *seeds, *episodes])
@@ -68,16 +79,82 @@ def test_evaluate_gives_the_recorded_scores_again(run, which, seeds, episodes, c
     assert text.count("yes") == (1 if seeds else 2) and "no:" not in text
 
 
-def test_evaluate_plays_more_episodes_than_were_recorded(run, capsys):
-    main(["evaluate", str(run.path), "--episodes", "7"])
-    assert "7 episodes" in capsys.readouterr().out
+class Recorder(Probe):
+    """Notes the seeds it is reset with and the actions it is given; an episode lasts four steps."""
+
+    seeds, actions = [], []
+
+    def reset(self, *, seed=None, options=None):
+        self.seeds.append(seed)
+        self.time = 0
+        return super().reset(seed=seed)
+
+    def first(self):
+        return self.random_sign() * self.np_random.random(dtype=np.float32)
+
+    def step(self, action):
+        self.actions.append(float(action[0]))
+        self.time += 1
+        return self.obs, float(self.obs[0]), self.time == 4, False, {}
 
 
-def test_evaluation_has_no_noise_and_its_own_seeds(run):
-    evaluations = run.evaluations
-    assert {row["step"] for row in evaluations} == {0, 200, 400}
-    first = [row["returns"] for row in evaluations if row["step"] == 0]
-    assert first[0] != first[1]
+@pytest.fixture
+def recorded():
+    """An evaluator over two seeds and three episodes each, its actors, and what the environments saw."""
+    Recorder.seeds, Recorder.actions = [], []
+    name, make = gym_maker(Recorder)
+    evaluator = Evaluator(name, make, [3, 8], 3)
+    return evaluator, networks.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32)
+
+
+def test_an_evaluation_is_the_actor_without_noise(recorded):
+    evaluator, actor = recorded
+    obs = evaluator.envs.reset().reshape(2, 3, 1)
+    Recorder.seeds.clear()
+    evaluation = evaluator.play(actor)
+    expected = 2 * networks.actor(actor, torch.from_numpy(obs)).flatten()
+    assert Recorder.actions == pytest.approx(expected.tolist() * 4, abs=1e-6)
+    np.testing.assert_allclose(evaluation.returns, 4 * obs[..., 0], rtol=1e-6)
+    assert (evaluation.lengths == 4).all()
+
+
+def test_evaluation_episodes_have_seeds_of_their_own(recorded):
+    evaluator, actor = recorded
+    evaluator.play(actor)
+    expected = [rng.integer(seed, Purpose.EVALUATION, episode) for seed in (3, 8) for episode in range(3)]
+    assert Recorder.seeds[:6] == expected
+    training = {rng.integer(seed, Purpose.EPISODE, episode) for seed in (3, 8) for episode in range(50)}
+    assert not training & set(expected)
+
+
+def test_further_episodes_are_new_and_the_same_ones_are_the_same(recorded):
+    evaluator, actor = recorded
+    first, more, again = (evaluator.play(actor, start).returns for start in (0, 3, 0))
+    assert (first == again).all() and not set(first.flatten()) & set(more.flatten())
+    Recorder.seeds.clear()
+    evaluator.play(actor, 3)
+    assert Recorder.seeds[:3] == [rng.integer(3, Purpose.EVALUATION, episode) for episode in (3, 4, 5)]
+
+
+def test_the_best_policy_is_the_best(run):
+    for seed in (3, 8):
+        rows = [row for row in run.evaluations if row["seed"] == seed]
+        best = max(rows, key=lambda row: row["mean"])
+        assert run.policy(seed).card.step == best["step"] and run.policy(seed).card.returns == best["returns"]
+        assert run.policy(seed, "last").card.step == 400
+
+
+def test_the_best_policy_stays_when_a_later_one_is_worse(tmp_path):
+    class Worse(Probe):
+        """Every evaluation scores less than the one before."""
+
+        scores = iter(range(100, 0, -1))
+
+        def step(self, action):
+            return self.obs, float(next(self.scores)), True, False, {}
+
+    run = t3d.train(Worse, out=tmp_path / "run", **{**KNOBS, "steps": 30, "random_steps": 3, "eval_every": 10})
+    assert run.policy(0).card.step == 0 and run.policy(0, "last").card.step == 30
 
 
 @pytest.mark.parametrize(
@@ -88,7 +165,7 @@ def test_evaluation_has_no_noise_and_its_own_seeds(run):
         ("best-seed-3.json", b"{", "not valid JSON"),
         ("best-seed-3.json", b"[1]", "not an object"),
         ("best-seed-3.json", b'{"format": 99}', "format 99"),
-        ("best-seed-3.json", b'{"format": 1}', "does not describe"),
+        ("best-seed-3.json", b'{"format": 1}', "describes other weights"),
         ("best-seed-3.json", None, "cannot read"),
     ],
 )
@@ -103,7 +180,14 @@ def test_a_corrupt_policy_is_a_sentence(run, name, content, sentence):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden", [16]), ("obs_shape", [4]), ("action_low", "x"), ("extra", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden", [16]), ("obs_shape", [4]), ("action_low", "x"), ("extra", 1), ("returns", []), ("returns", None),
+        ("step", None), ("seed", "3"), ("action_dtype", "int8"), ("action_dtype", 5), ("action_high", [-9.0]),
+        ("lengths", [1]), ("returns", [float("nan")] * 3),
+    ],
+)  # fmt: skip
 def test_a_card_that_does_not_fit_is_a_sentence(run, tmp_path, field, value):
     for suffix in ("safetensors", "json"):
         source = run.path / "policies" / f"best-seed-3.{suffix}"

@@ -29,7 +29,6 @@ class EnvBatch(Protocol):
     obs_shape: tuple[int, ...]
     obs_dim: int
     actions: ActionRange
-    episode_limit: int | None  # steps after which every episode is over, where that is known
 
     def reset(self) -> Floats: ...
 

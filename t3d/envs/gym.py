@@ -13,6 +13,9 @@ from t3d.envs.actions import ActionRange
 from t3d.envs.batch import Flags, Floats, Moved
 from t3d.errors import T3DError, nearest
 
+# Where an environment declares no time limit, an episode is cut here: evaluations and whole episodes must end.
+LONGEST_EPISODE = 10_000
+
 Maker = Callable[[], "gymnasium.Env[Any, Any]"]
 EpisodeSeed = Callable[[int, int], int]
 
@@ -100,7 +103,8 @@ class GymBatch:
             first.close()
             raise
         self._envs = [first, *(make() for _ in range(count - 1))]
-        self.episode_limit = None if first.spec is None else first.spec.max_episode_steps
+        declared = None if first.spec is None else first.spec.max_episode_steps
+        self._limit = declared or LONGEST_EPISODE
         self._episode = [-1] * count
         self._length = [0] * count
         self._obs = np.zeros((count, self.obs_dim), np.float32)
@@ -111,12 +115,6 @@ class GymBatch:
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
-        if not np.isfinite(actions).all():
-            bad = int(np.flatnonzero(~np.isfinite(actions).all(-1))[0])
-            raise T3DError(
-                f"{self._where(bad)}: the action is not a finite number, so the networks have diverged;"
-                " lower learning rates or a smaller reward would help."
-            )
         to_env = self.actions.to_env(np.asarray(actions))
         reward = np.zeros(self.count)
         terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
@@ -128,6 +126,7 @@ class GymBatch:
                 raw, reward[i], terminated[i], truncated[i], _ = self._envs[i].step(to_env[i])
             except Exception as problem:
                 raise self._failed(i, "step", problem) from problem
+            truncated[i] |= self._length[i] >= self._limit and not terminated[i]
             final_obs[i] = self._checked(i, raw, reward[i])
             ended = terminated[i] or truncated[i]
             self._obs[i] = self._reset_one(i) if ended else final_obs[i]

@@ -1,6 +1,7 @@
 """Making a run folder, writing to it, and reading it again."""
 
 import json
+import os
 import re
 import time
 from functools import cached_property
@@ -19,22 +20,33 @@ Which = Literal["best", "last"]
 
 def claim(out: str | Path | None, env: str) -> Path:
     """A new, empty run folder; one that is already used is refused."""
-    if out is None:
-        stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', env)}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path, count = Path("runs") / stem, 2
-        while path.exists():
-            path, count = Path("runs") / f"{stem}-{count}", count + 1
-    else:
-        path = Path(out)
-    if path.exists() and not path.is_dir():
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', env)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = Path("runs", stem) if out is None else Path(out), 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if out is not None:
+                _refuse_used(path)
+                return path
+            count += 1
+            path = Path("runs", f"{stem}-{count}")
+        except OSError as error:
+            raise T3DError(f"cannot make the folder {path}: {error.strerror}.") from error
+
+
+def _refuse_used(path: Path) -> None:
+    if not path.is_dir():
         raise T3DError(f"{path} is a file, not a folder; give --out another name.")
     try:
-        held = "a run" if (path / "config.json").exists() else "files" if path.exists() and any(path.iterdir()) else ""
+        held = "a run" if (path / "config.json").exists() else "files" if any(path.iterdir()) else ""
     except OSError as error:
         raise T3DError(f"cannot use the folder {path}: {error.strerror}.") from error
     if held:
         raise T3DError(f"{path} already holds {held}; give --out a new or empty folder.")
-    return files.make_folder(path)
+    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise T3DError(f"cannot write in the folder {path}: Permission denied.")
 
 
 class Run:
@@ -71,7 +83,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Every row of metrics.jsonl."""
         path, rows = self.path / "metrics.jsonl", []
-        for number, line in enumerate(files.read_text(path).splitlines(), start=1):
+        whole, _, _ = files.read_text(path).rpartition("\n")  # a line without its end was cut off by a crash
+        for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
