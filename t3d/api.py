@@ -38,7 +38,7 @@ def train(
     (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of `t3d train --help`.
     """
     if preset not in get_args(Preset):
-        raise T3DError(f"there is no preset '{preset}'.{nearest(preset, get_args(Preset))}")
+        raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
     return start(env, as_seeds(seeds), from_values(config, PRESETS[preset], "train()"), preset, out, progress)
@@ -56,7 +56,7 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
     if len(set(listed)) < len(listed):
         raise T3DError(f"the same seed twice gives the same run twice; seeds are {listed}.")
     if not all(0 <= seed < 2**62 for seed in listed):
-        raise T3DError(f"a seed is a whole number from 0 to 2^62 − 1; seeds are {listed}.")
+        raise T3DError(f"a seed is a whole number from 0 to 2^62 - 1; seeds are {listed}.")
     return listed
 
 
@@ -70,7 +70,7 @@ def start(
         state = training.begin(name, make, seeds, config)
         with closing(state.envs), closing(Evaluator(name, make, seeds, config.eval_episodes)) as evaluator:
             run = Run(claim(out, name))
-            run.begin(training.describe(name, preset, seeds, config))
+            run.begin(training.describe(name, not isinstance(env, str), preset, seeds, config))
             display = Display(config.steps, seeds, quiet=not progress)
             display.say(headline(name, preset, seeds, config, run))
             try:
@@ -82,6 +82,8 @@ def start(
             finally:
                 if run.evaluations:
                     learning_curve(run)
+            if not state.updates.any():
+                display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
     return run
 
 
@@ -90,10 +92,11 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run)
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
-    when = "one episode at a time" if config.update_after == "episode" else f"{config.updates_per_step:g} per step"
+    rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
+    when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
     return (
         f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
-        f"preset {preset}: the first {config.random_steps:,} actions random, then updates {when},"
+        f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
         f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
         f"run folder: {run.path}"
     )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,9 @@ class Evaluate:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 where the input was wrong, with 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no "±" shows "?" and goes on
     if arguments == ["--version"]:
         print(f"t3d {t3d.__version__}")
         return
@@ -206,9 +210,19 @@ def train(command: Train) -> None:
     console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
 
 
+def _refuse_callable(values: dict[str, Any], where: Path) -> None:
+    if values.get("callable"):
+        raise T3DError(
+            f"{where}: the environment {values['env']} was made by a function in Python, which no file can bring back;"
+            " use t3d.train or t3d.load from Python."
+        )
+
+
 def _env_in(config: Path) -> str:
     """The environment that a config.json names; what it would import must be typed, not read from a file."""
-    env = str(read_config(config)["env"])
+    values = read_config(config)
+    env = str(values["env"])
+    _refuse_callable(values, config)
     if ":" in env:
         raise T3DError(f"{config} asks for {env}; if you trust that module, type it: t3d train {env} --config {config}")
     return env
@@ -228,6 +242,7 @@ def evaluate(command: Evaluate) -> None:
     """Play the episodes and show them beside what was recorded."""
     run = Run.open(command.run)
     knobs = _knobs(run.config, str(run.path / "config.json"))
+    _refuse_callable(run.config, run.path)
     wanted = run.seeds if command.seed is None else [command.seed]
     policies = {seed: run.policy(seed, command.policy) for seed in wanted}
     episodes = knobs.eval_episodes if command.episodes is None else command.episodes

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from tyro.conf import arg
 
@@ -118,15 +119,17 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
             raise wrong
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple | np.ndarray):
             raise wrong
         return tuple(_typed(where, name, item, int) for item in value)
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real too
         raise wrong
-    number = float(value)
-    if hint is int and not number.is_integer():
-        raise wrong
-    return hint(value)
+    try:
+        if hint is int and not float(value).is_integer():
+            raise wrong
+        return hint(value)
+    except OverflowError:
+        raise wrong from None
 
 
 def _expected(hint: Any) -> str:

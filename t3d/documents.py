@@ -6,6 +6,7 @@ and actions lie within ±max_action.
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,9 +30,9 @@ class ReplayBuffer:
     """[step 1] The replay memory, filled with (state, next_state, action, reward, done)."""
 
     def __init__(self, max_size: float = 1e6) -> None:
-        if not 1 <= max_size < 2**31:
-            raise T3DError(f"a replay buffer holds between 1 and 2^31 transitions; max_size is {max_size}.")
-        self.max_size = int(max_size)
+        if not (isinstance(max_size, Real) and 1 <= float(max_size) < 2**31):
+            raise T3DError(f"a replay buffer holds between 1 and 2^31 transitions; max_size is {max_size!r}.")
+        self.max_size: int = int(max_size)
         self._replay: Replay | None = None
 
     def __len__(self) -> int:
@@ -71,7 +72,7 @@ class ReplayBuffer:
         """[step 4] states, next_states, actions, rewards (n, 1), dones (n, 1), drawn with `np.random`."""
         if self._replay is None:
             raise T3DError("the replay buffer is empty: add transitions before sampling.")
-        bits = np.random.randint(0, 2**32, size=(1, batch_size), dtype=np.int64)
+        bits = np.random.randint(0, 2**32, size=(1, *_sizes(batch_size)), dtype=np.int64)
         batch = self._replay.sample(torch.from_numpy(bits), gamma=1.0)
         scalars = (batch.reward[..., None], batch.terminated[..., None])
         states, next_states, actions, rewards, dones = (
@@ -136,9 +137,10 @@ class Actor(_Network):
         parameters: Parameters | None = None,
     ) -> None:
         if parameters is None:
-            parameters = networks.init_actor(_new_seed(), state_dim, action_dim, hidden, torch.get_default_dtype())
+            obs_dim, act_dim = _sizes(state_dim, action_dim)
+            parameters = networks.init_actor(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
         super().__init__(parameters, twins=1)
-        self.max_action = float(max_action)
+        self.max_action = _positive("max_action", max_action)
 
     def forward(self, state: Tensor) -> Tensor:
         return networks.actor(self.parameters_of(0), state, self.max_action)
@@ -156,7 +158,8 @@ class Critic(_Network):
         parameters: Parameters | None = None,
     ) -> None:
         if parameters is None:
-            parameters = networks.init_critic(_new_seed(), state_dim, action_dim, hidden, torch.get_default_dtype())
+            obs_dim, act_dim = _sizes(state_dim, action_dim)
+            parameters = networks.init_critic(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
         super().__init__(parameters, twins=2)
 
     def forward(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,11 +187,10 @@ class T3D:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.state_dim, self.action_dim = int(state_dim), int(action_dim)
-        self.max_action = float(max_action)
-        if not 0 < self.max_action < float("inf"):
-            raise T3DError(f"max_action must be positive and finite; it is {self.max_action}.")
-        self.actor_lr, self.critic_lr = actor_lr, critic_lr
+        self.state_dim, self.action_dim = _sizes(state_dim, action_dim)
+        self.max_action = _positive("max_action", max_action)
+        self.actor_lr, self.critic_lr = _positive("actor_lr", actor_lr), _positive("critic_lr", critic_lr)
+        hidden = _sizes(*hidden)
         self._show(steps.init_agent(_new_seed().to(device), self.state_dim, self.action_dim, hidden, dtype))
 
     def _show(self, agent: steps.Agent) -> None:
@@ -234,8 +236,9 @@ class T3D:
         policy_freq: int = 2,
     ) -> None:
         """Steps 4 to 15, `iterations` times; the delay counts over the agent's life: updates 2, 4, ..."""
-        if policy_freq < 1:
-            raise T3DError(f"policy_freq must be at least 1; it is {policy_freq}.")
+        (policy_freq, batch_size), tau = _sizes(policy_freq, batch_size), _positive("tau", tau)
+        if not (0 <= discount <= 1 and tau <= 1 and policy_noise >= 0 and noise_clip >= 0):
+            raise T3DError("discount and tau are between 0 and 1, policy_noise and noise_clip are not negative.")
         agent = self._agent
         knobs = steps.Knobs(
             gamma=discount,
@@ -284,6 +287,19 @@ class _Sampled:
     def sample(self, bits: Tensor, gamma: float) -> Batch:
         obs, action, reward, next_obs, done = (tensor[None] for tensor in self._arrays)
         return Batch(obs, action, reward, next_obs, done, torch.full_like(reward, gamma))
+
+
+def _sizes(*sizes: Any) -> tuple[int, ...]:
+    """Whole numbers from 1 up; 3.0 is one."""
+    if not sizes or not all(isinstance(size, Real) and float(size) >= 1 and float(size).is_integer() for size in sizes):
+        raise T3DError(f"sizes and counts are whole numbers from 1 up; these are {sizes}.")
+    return tuple(int(size) for size in sizes)
+
+
+def _positive(name: str, number: Any) -> float:
+    if not (isinstance(number, Real) and 0 < float(number) < float("inf")):
+        raise T3DError(f"{name} must be a positive, finite number; it is {number!r}.")
+    return float(number)
 
 
 def _new_seed() -> Tensor:

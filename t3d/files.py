@@ -64,9 +64,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise T3DError(f"{path} is not valid JSON ({error}).") from error
     if not isinstance(value, dict):
         raise T3DError(f"{path} holds a JSON {type(value).__name__}, not an object.")

@@ -131,5 +131,7 @@ def _from_layers(layers: dict[str, Tensor], sizes: list[int]) -> Parameters:
         weight, bias = layers[f"layer_{i}.weight"], layers[f"layer_{i}.bias"]
         if weight.shape != (fan_out, fan_in) or bias.shape != (fan_out,):
             raise ValueError(f"layer_{i} is not {fan_in} by {fan_out}")
-        parameters[f"w{i}"], parameters[f"b{i}"] = weight.T[None].float().contiguous(), bias[None, None].float()
+        if weight.dtype != torch.float32 or bias.dtype != torch.float32:
+            raise ValueError(f"layer_{i} is not in float32")
+        parameters[f"w{i}"], parameters[f"b{i}"] = weight.T[None].contiguous(), bias[None, None]
     return parameters

@@ -245,7 +245,7 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
     return Policy(agents.one_seed(state.agent, k).actor, card)
 
 
-def describe(env: str, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
+def describe(env: str, made_in_python: bool, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
     """What config.json says."""
     versions = {"python": platform.python_version()}
     for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
@@ -253,4 +253,5 @@ def describe(env: str, preset: str, seeds: Sequence[int], config: Config) -> dic
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"env": env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions}
+    made = {"env": env, "callable": made_in_python, "seeds": list(seeds), "preset": preset}
+    return {**made, **asdict(config), "versions": versions}

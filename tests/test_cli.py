@@ -145,7 +145,8 @@ def test_module_and_version():
         (["train", "Pendulum-v1", "--seed", "1", "--seeds", "2"], "not both"),
         (["train", "Pendulum-v1", "--preset", "td4"], "td4"),
         (["train", "Pendulum-v1", "--device", "tpu"], "tpu"),
-        (["train", "--config", "absent.json"], "cannot read absent.json"),
+        (["train", "--config", "absent.json"], "t3d: cannot read absent.json"),
+        (["train", "Pendulum-v1", "--out", 300 * "x"], "File name too long"),
         (["train", "Pendulum-v1", "--steps", "1e12", "--buffer-size", "2e9", "--seeds", "500"], "the replay memory"),
         (["train", "Pendulum-v1", "--steps=-1"], "--steps must be between 1"),
         (["train", "Pendulum-v1", "--threads=-1"], "--threads must be between 1"),
@@ -216,6 +217,9 @@ def test_an_unwritable_folder(tmp_path, capsys):
         ({"seeds": []}, "seeds cannot be []"),
         ({"env": None}, "env cannot be None"),
         ({"preset": "best"}, "preset cannot be 'best'"),
+        ({"preset": []}, "preset cannot be []"),
+        (100_000 * "[", "not valid JSON"),
+        ({"callable": True}, "made by a function in Python"),
         ({"gama": 1}, "no setting 'gama'. Did you mean gamma?"),
         ({"hidden": "256"}, "hidden cannot be '256'"),
         ({"steps": 1.5}, "steps cannot be 1.5"),
@@ -254,6 +258,20 @@ def test_an_edited_config_does_not_break_evaluate(run, tmp_path, capsys):
     for change, sentence in (({"threads": 0}, "--threads"), ({"eval_episodes": 0}, "--eval-episodes")):
         (copy / "config.json").write_text(json.dumps({**config, **change}))
         assert f"{sentence} must be between 1" in failed(capsys, "evaluate", copy, "--episodes", "3")
+
+
+def test_a_terminal_without_unicode(run):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "t3d", "evaluate", str(run)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    result = subprocess.run([*command[:-1], "r\u00e9"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "there is no run r?" in result.stderr
+
+
+def test_no_update_is_said(tmp_path, capsys):
+    main(["train", "Pendulum-v1", "--preset", "paper", "--steps", "190", "--hidden", "8", "--eval-episodes", "1",
+          "--device", "cpu", "--out", str(tmp_path / "run")])  # fmt: skip
+    assert "No update was run: no episode ended" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):

@@ -188,10 +188,19 @@ def test_wrong_numbers_are_sentences(tmp_path):
     policy.save("agent", tmp_path)
     with pytest.raises(T3DError, match="another max_action than 7"):
         T3D(3, 2, 7.0).load("agent", tmp_path)
-    with pytest.raises(T3DError, match="policy_freq"):
+    with pytest.raises(T3DError, match="whole numbers from 1 up"):
         policy.train(filled_buffer(), 1, policy_freq=0)
-    with pytest.raises(T3DError, match="max_action"):
-        T3D(3, 2, -1.0)
+    for make in (lambda: T3D(3, 2, -1.0), lambda: Actor(3, 1, float("nan")), lambda: T3D(3, 2, "x")):
+        with pytest.raises(T3DError, match="max_action must be a positive, finite number"):
+            make()
+    for make in (
+        lambda: T3D(0, 2, 1.0), lambda: T3D(2.7, 2, 1.0), lambda: T3D(3, 2, 1.0, hidden=[]), lambda: Critic(3, -1),
+        lambda: policy.train(filled_buffer(), 1, batch_size=0), lambda: filled_buffer().sample(2.5),
+    ):  # fmt: skip
+        with pytest.raises(T3DError, match="whole numbers from 1 up"):
+            make()
+    with pytest.raises(T3DError, match="discount and tau"):
+        policy.train(filled_buffer(), 1, discount=float("nan"))
 
 
 def test_done_ends_the_value():

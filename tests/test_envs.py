@@ -117,6 +117,12 @@ def bad(**returned):
         (bad(obs=np.array([1e300])), r"observation\[0\] is inf"),
         (bad(reward=float("nan")), "the reward is nan"),
         (bad(reward=1e31), "the reward is 1e"),
+        (bad(reward="high"), "the reward is 'high', not a number"),
+        (bad(reward=np.zeros(2)), "not a number"),
+        (bad(reward=None), "the reward is None, not a number"),
+        (bad(obs=["a"]), "the observation is not in Box"),
+        (bad(obs=[[1], [2, 3]]), "the observation is not in Box"),
+        (bad(obs=np.array([1j])), "the observation is not in Box"),
         (bad(obs=np.zeros(2, np.float32)), r"shape \(2,\), not \(1,\)"),
         (bad(error=RuntimeError("the motor is off")), "RuntimeError: the motor is off"),
     ],
@@ -141,6 +147,13 @@ def test_an_episode_without_a_limit_is_cut(monkeypatch):
     assert not any(moved.terminated[0] for moved in ends)
 
 
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.array([1.0]), np.array(1.0, np.float32)])
+def test_any_kind_of_number_is_a_reward(reward):
+    envs = batch(bad(reward=reward))
+    envs.reset()
+    assert envs.step(np.zeros((1, 1))).reward.tolist() == [1.0]
+
+
 def test_images_and_strange_makers_are_refused():
     class Image(Probe):
         observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
@@ -149,6 +162,13 @@ def test_images_and_strange_makers_are_refused():
         batch(Image)
     with pytest.raises(T3DError, match=r"not a gymnasium\.Env"):
         batch(lambda: 3)
+    with pytest.raises(T3DError, match="has no observation_space"):
+        batch(type("Bare", (gymnasium.Env,), {}))
+    one = gymnasium.make("Pendulum-v1")
+    with pytest.raises(T3DError, match="gave the same environment twice"):
+        batch(lambda: one, count=2)
+    with pytest.raises(T3DError, match="a function that makes one"):
+        batch(one)
     with pytest.raises(T3DError, match=r"cannot be made: ZeroDivisionError: .*test_envs\.py"):
         batch(lambda: 1 / 0)
 

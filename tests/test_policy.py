@@ -62,6 +62,33 @@ def test_weights_and_card_belong_together(run, tmp_path):
         t3d.load(tmp_path / "p.safetensors")
 
 
+def test_another_seeds_policy_under_this_name(run):
+    path, other = (run.path / "policies" / f"last-seed-{seed}" for seed in (3, 8))
+    whole = {suffix: path.with_suffix(suffix).read_bytes() for suffix in (".json", ".safetensors")}
+    try:
+        for suffix in whole:
+            path.with_suffix(suffix).write_bytes(other.with_suffix(suffix).read_bytes())
+        with pytest.raises(T3DError, match="holds the policy of seed 8, not of seed 3"):
+            run.policy(3, "last")
+    finally:
+        for suffix, content in whole.items():
+            path.with_suffix(suffix).write_bytes(content)
+    with pytest.raises(T3DError, match="no 'worst' policy"):
+        run.policy(3, "worst")
+
+
+def test_a_torn_last_row_is_left_out_and_a_wrong_one_named(run, tmp_path):
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run.path / name).read_bytes())
+    rows = len(run.metrics)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "evalu')
+    assert len(t3d.Run(tmp_path).metrics) == rows
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(T3DError, match="line 1, is not a row of metrics"):
+        t3d.Run(tmp_path).evaluations  # noqa: B018
+
+
 def test_no_time_and_no_host_in_a_policy(run):
     card = json.loads((run.path / "policies" / "best-seed-3.json").read_text())
     assert card.keys() == {

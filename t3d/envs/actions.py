@@ -21,8 +21,8 @@ class ActionRange:
     def of(space: spaces.Space[Any], env: str) -> "ActionRange":
         """The range of a Box; any other space is refused with the reason."""
         if not isinstance(space, spaces.Box):
-            kind = "discrete" if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) else "other"
-            why = "TD3 needs continuous ones (a Box)" if kind == "discrete" else "only a Box is supported"
+            discrete = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+            why = "TD3 needs continuous ones (a Box)" if discrete else "only a Box is supported"
             raise T3DError(f"{env} has actions of the kind {space}; {why}.")
         if not np.issubdtype(space.dtype, np.floating):
             raise T3DError(f"{env} has whole numbers ({space.dtype}) as actions; TD3 needs continuous ones.")

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import gymnasium
 import numpy as np
@@ -25,6 +26,8 @@ def gym_maker(env: str | Maker, allowed_modules: tuple[str, ...] | None = None) 
 
     An id may name a module to import first, `module:Id`; `allowed_modules`, if given, says which may be.
     """
+    if isinstance(env, gymnasium.Env):
+        raise T3DError("this is one environment, and several are needed: give its id, or a function that makes one.")
     if not isinstance(env, str):
         name = getattr(env, "__name__", type(env).__name__)
         return name, _called(env, name)
@@ -38,6 +41,8 @@ def gym_maker(env: str | Maker, allowed_modules: tuple[str, ...] | None = None) 
 
 
 def _called(make: Maker, name: str) -> Maker:
+    made_before: WeakSet[gymnasium.Env[Any, Any]] = WeakSet()
+
     def checked() -> "gymnasium.Env[Any, Any]":
         try:
             made = make()
@@ -45,6 +50,9 @@ def _called(make: Maker, name: str) -> Maker:
             raise _not_made(name, problem) from problem
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{name}() gave a {type(made).__name__}, not a gymnasium.Env.")
+        if made in made_before:
+            raise T3DError(f"{name}() gave the same environment twice; it must make a new one each time.")
+        made_before.add(made)
         return made
 
     return checked
@@ -96,6 +104,8 @@ class GymBatch:
         self._episode_seed = episode_seed
         first = make()
         try:
+            if not isinstance(getattr(first, "observation_space", None), spaces.Space):
+                raise T3DError(f"{name} has no observation_space.")
             self._space = first.observation_space
             self.obs_shape, self.obs_dim = _observation(self._space, name)
             self.actions = ActionRange.of(first.action_space, name)
@@ -123,11 +133,12 @@ class GymBatch:
         for i in map(int, np.flatnonzero(valid)):
             self._length[i] += 1
             try:
-                raw, reward[i], terminated[i], truncated[i], _ = self._envs[i].step(to_env[i])
+                raw, scored, terminated[i], truncated[i], _ = self._envs[i].step(to_env[i])
             except Exception as problem:
                 raise self._failed(i, "step", problem) from problem
+            reward[i] = self._checked_reward(i, scored)
             truncated[i] |= self._length[i] >= self._limit and not terminated[i]
-            final_obs[i] = self._checked(i, raw, reward[i])
+            final_obs[i] = self._checked(i, raw)
             ended = terminated[i] or truncated[i]
             self._obs[i] = self._reset_one(i) if ended else final_obs[i]
         return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
@@ -143,24 +154,35 @@ class GymBatch:
             raw, _ = self._envs[i].reset(seed=self._episode_seed(i, self._episode[i]))
         except Exception as problem:
             raise self._failed(i, "reset", problem) from problem
-        return self._checked(i, raw, 0.0)
+        return self._checked(i, raw)
 
-    def _checked(self, i: int, raw: Any, reward: float) -> Floats:
-        """The observation as a flat float32 row, if it and the reward can be learned from."""
-        if isinstance(self._space, spaces.Box):
-            raw = np.asarray(raw)
-            if raw.shape != self.obs_shape:
-                raise T3DError(f"{self._where(i)}: the observation has the shape {raw.shape}, not {self.obs_shape}.")
-        else:
-            raw = spaces.flatten(self._space, raw)
+    def _checked(self, i: int, raw: Any) -> Floats:
+        """The observation as a flat float32 row, if it can be learned from."""
+        box = isinstance(self._space, spaces.Box)
+        try:
+            given = np.asarray(raw if box else spaces.flatten(self._space, raw))
+        except Exception as problem:
+            raise T3DError(f"{self._where(i)}: the observation is not in {self._space} ({problem}).") from problem
+        if box and given.shape != self.obs_shape:
+            raise T3DError(f"{self._where(i)}: the observation has the shape {given.shape}, not {self.obs_shape}.")
+        if given.dtype.kind not in "biuf" or given.size != self.obs_dim:
+            raise T3DError(f"{self._where(i)}: the observation is not in {self._space}: it is {given!r}.")
         with np.errstate(over="ignore"):
-            obs: Floats = np.asarray(raw, dtype=np.float32).reshape(-1)
+            obs: Floats = given.astype(np.float32).reshape(-1)
         if not np.isfinite(obs).all():
             bad = int(np.flatnonzero(~np.isfinite(obs))[0])
             raise T3DError(f"{self._where(i)}: observation[{bad}] is {obs[bad]}; nothing can be learned from that.")
+        return obs
+
+    def _checked_reward(self, i: int, raw: Any) -> float:
+        """The reward as a number; an array of one number is one too."""
+        given = np.asarray(raw)
+        if given.size != 1 or given.dtype.kind not in "biuf":
+            raise T3DError(f"{self._where(i)}: the reward is {raw!r}, not a number.")
+        reward = float(given.reshape(()))
         if not abs(reward) <= 1e30:
             raise T3DError(f"{self._where(i)}: the reward is {reward}; nothing can be learned from that.")
-        return obs
+        return reward
 
     def _where(self, i: int) -> str:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"

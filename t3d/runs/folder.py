@@ -6,7 +6,7 @@ import re
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from t3d import files
 from t3d.config import PRESETS
@@ -14,7 +14,7 @@ from t3d.errors import T3DError
 from t3d.policy import Policy, read_policy
 
 FORMAT = 1
-NOT_KNOBS = ("format", "env", "seeds", "preset", "versions")  # what config.json holds beside the knobs
+NOT_KNOBS = ("format", "env", "callable", "seeds", "preset", "versions")  # what config.json holds beside the knobs
 Which = Literal["best", "last"]
 
 
@@ -32,8 +32,8 @@ def claim(out: str | Path | None, env: str) -> Path:
                 return path
             count += 1
             path = Path("runs", f"{stem}-{count}")
-        except OSError as error:
-            raise T3DError(f"cannot make the folder {path}: {error.strerror}.") from error
+        except (OSError, ValueError) as error:
+            raise T3DError(f"cannot make the folder {path}: {getattr(error, 'strerror', error)}.") from error
 
 
 def _refuse_used(path: Path) -> None:
@@ -86,9 +86,11 @@ class Run:
         whole, _, _ = files.read_text(path).rpartition("\n")  # a line without its end was cut off by a crash
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise T3DError(f"{path}, line {number}, is not valid JSON ({error}).") from error
+                row = json.loads(line)
+                row["kind"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise T3DError(f"{path}, line {number}, is not a row of metrics ({error}).") from error
+            rows.append(row)
         return rows
 
     @property
@@ -104,12 +106,17 @@ class Run:
         """The policy of a seed at its best evaluation or the last one; by default of the best seed."""
         if seed is None:
             seed = self.best_seed()
+        if which not in get_args(Which):
+            raise T3DError(f"there is no '{which}' policy; there are {', '.join(get_args(Which))}.")
         if seed not in self.seeds:
             raise T3DError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, self.seeds))}.")
         path = self.policy_path(seed, which)
         if not path.exists():
             raise T3DError(f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing).")
-        return read_policy(path)
+        policy = read_policy(path)
+        if policy.card.seed != seed:
+            raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
+        return policy
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -136,7 +143,7 @@ def read_config(path: Path) -> dict[str, Any]:
     seeds = values.get("seeds")
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise T3DError(f"{path}: seeds cannot be {seeds!r}; it is a list of whole numbers.")
-    if values.get("preset") not in PRESETS:
+    if values.get("preset") not in list(PRESETS):
         raise T3DError(f"{path}: preset cannot be {values.get('preset')!r}; it is one of {', '.join(PRESETS)}.")
     if not isinstance(values.get("env"), str):
         raise T3DError(f"{path}: env cannot be {values.get('env')!r}; it is the id of an environment.")
