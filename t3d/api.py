@@ -11,8 +11,7 @@ import torch
 from t3d import training
 from t3d.config import PRESETS, Config, Preset, from_values, settle
 from t3d.display import Display
-from t3d.envs import gym_maker
-from t3d.envs.gym import Maker
+from t3d.envs import Maker, Source, open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.policy import Policy, read_policy
@@ -28,20 +27,23 @@ def train(
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     *,
+    env_args: dict[str, Any] | None = None,
     preset: Preset = "td3",
     progress: bool = True,
     **config: Any,
 ) -> Run:
     """Train T3D and return the run.
 
-    `env` is a Gymnasium id or anything that makes an environment when called; `seeds` a number of seeds
-    (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of `t3d train --help`.
+    `env` is a Gymnasium id or anything that makes an environment when called, with `env_args` if given; `seeds`
+    a number of seeds (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of
+    `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
-    return start(env, as_seeds(seeds), from_values(config, PRESETS[preset], "train()"), preset, out, progress)
+    knobs = from_values(config, PRESETS[preset], "train()")
+    return start(open_source(env, env_args), as_seeds(seeds), knobs, preset, out, progress)
 
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -61,16 +63,16 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def start(
-    env: str | Maker, seeds: list[int], config: Config, preset: Preset, out: str | Path | None, progress: bool
+    source: Source, seeds: list[int], config: Config, preset: Preset, out: str | Path | None, progress: bool
 ) -> Run:
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
-    name, make = gym_maker(env)
+    name = source.name
     config = settle(config, preset, name, len(seeds))
     with threads(config.threads):
-        state = training.begin(name, make, seeds, config)
-        with closing(state.envs), closing(Evaluator(name, make, seeds, config.eval_episodes)) as evaluator:
+        state = training.begin(source, seeds, config)
+        with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
             run = Run(claim(out, name))
-            run.begin(training.describe(name, not isinstance(env, str), preset, seeds, config))
+            run.begin(training.describe(source, preset, seeds, config))
             display = Display(config.steps, seeds, quiet=not progress)
             display.say(headline(name, preset, seeds, config, run))
             try:

@@ -4,6 +4,7 @@ Options are the fields of the dataclasses below and of `config.Config`. What is 
 in one sentence, with exit code 2 and no traceback.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -18,14 +19,14 @@ from typing import Annotated, Any
 import torch
 import tyro
 from rich.table import Table
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
 from t3d import api
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
 from t3d.display import open_console
-from t3d.envs import gym_maker
+from t3d.envs import open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.policy import Policy
@@ -38,6 +39,8 @@ class Train:
 
     For example: t3d train Pendulum-v1
                  t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
+
+    --env.KEY VALUE hands KEY to the environment (as JSON, else as a string).
     """
 
     env: Positional[Annotated[str, arg(metavar="ENV", help_behavior_hint="")]] = ""
@@ -53,6 +56,7 @@ class Train:
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Take the settings from a run's config.json; what is typed beside it goes first."""
     knobs: Annotated[Config, arg(name="")] = field(default_factory=Config)
+    env_args: Suppress[dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,32 @@ def parse(arguments: list[str]) -> Train | Evaluate:
     if not arguments[0].startswith("-") and arguments[0] not in commands:
         word, known = arguments[0], ", ".join(commands)
         raise T3DError(f"there is no command '{word}'; there are {known}.{nearest(word, commands)}")
+    arguments, env_args = _take_env_args(arguments)
     default = _train_defaults(arguments) if arguments[0] == "train" else Train()
     choice: Any = Annotated[Train, subcommand("train", default=default)] | Annotated[Evaluate, subcommand("evaluate")]
     with _whole_numbers():
         command: Train | Evaluate = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
-    return command
+    return replace(command, env_args=env_args) if isinstance(command, Train) else command
+
+
+def _take_env_args(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split off `--env.KEY VALUE` and `--env.KEY=VALUE`, whose keys only the environment knows."""
+    rest: list[str] = []
+    given: dict[str, Any] = {}
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("--env."):
+            rest.append(word)
+            continue
+        key, equals, value = word.removeprefix("--env.").partition("=")
+        text = value if equals else next(words, None)
+        if not key or text is None:
+            raise T3DError(f"{word} needs a value, as in --env.forward_reward_weight 2")
+        try:
+            given[key.replace("-", "_")] = json.loads(text)
+        except ValueError:
+            given[key.replace("-", "_")] = text
+    return rest, given
 
 
 _DESCRIPTION = "T3D: Twin Delayed DDPG in fifteen steps. Each command has its own --help."
@@ -180,7 +205,9 @@ def _whole_number(word: str) -> int:
 
 def train(command: Train) -> None:
     """Train, then say what came of it and what to type next."""
-    env = command.env or (_env_in(command.config) if command.config else "")
+    env, env_args = command.env, command.env_args
+    if command.config and not env:
+        env, env_args = _env_in(command.config), {**read_config(command.config)["env_args"], **env_args}
     if not env:
         raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
     knobs = command.knobs
@@ -189,7 +216,8 @@ def train(command: Train) -> None:
         if knobs.steps < file.steps and knobs.random_steps == file.random_steps:
             # They were chosen for a longer run; a shorter one keeps the rule of a tenth.
             knobs = replace(knobs, random_steps=min(file.random_steps, knobs.steps // 10))
-    run = api.start(env, _chosen_seeds(command), knobs, command.preset, command.out, progress=True)
+    source, seeds = open_source(env, env_args), _chosen_seeds(command)
+    run = api.start(source, seeds, knobs, command.preset, command.out, progress=True)
     console = open_console()
     last = max(row["step"] for row in run.evaluations)
     finals = [row["mean"] for row in run.evaluations if row["step"] == last]
@@ -271,7 +299,7 @@ def played(
     run: Run, knobs: Config, policies: dict[int, Policy], episodes: int, allow_module: tuple[str, ...]
 ) -> dict[int, list[float]]:
     """The returns of each seed's policy, played in the shape that the run's own evaluations had."""
-    name, make = gym_maker(run.config["env"], allow_module)
+    source = open_source(run.config["env"], run.config["env_args"], allow_module)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
     device = "cuda" if knobs.device == "cuda" and torch.cuda.is_available() else "cpu"
@@ -279,13 +307,13 @@ def played(
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
     with (
         api.threads(knobs.threads),
-        closing(Evaluator(name, make, run.seeds, knobs.eval_episodes)) as evaluator,
+        closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
     ):
         if (
             list(evaluator.envs.obs_shape) != stand_in.card.obs_shape
             or evaluator.envs.actions.dim != stand_in.actions.dim
         ):
-            raise T3DError(f"{name} has other observations or actions now than when {run.path} was trained.")
+            raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, knobs.eval_episodes):
             evaluation = evaluator.play(actor, first)
             for k, seed in enumerate(run.seeds):

@@ -42,6 +42,14 @@ class Config(Knobs):
     """Sizes of the hidden layers. [steps 2, 3]"""
     updates_per_step: float = 1.0
     """Updates for each environment step."""
+    n_step: int = 1
+    """Rewards that a transition adds up before the value of what follows. [step 9]"""
+    num_envs: int = 1
+    """Environments that each seed plays in at once; steps count in all of them."""
+    workers: int = 0
+    """Processes to step the environments in; 0 is this one. A process that dies or hangs is replaced."""
+    stall_seconds: float = 60.0
+    """How long a worker process may take for a step before it counts as hung."""
     update_after: Literal["step", "episode"] = "step"
     """Update after each step once the random steps are over, or N times after an episode of N steps."""
     eval_every: int = 5_000
@@ -89,6 +97,10 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "buffer_size": (1, 2**31 - 1, True),
     "hidden": (1, 65_536, True),
     "updates_per_step": (0, 1000, False),
+    "n_step": (1, 1000, True),
+    "num_envs": (1, 100_000, True),
+    "workers": (0, 1024, True),
+    "stall_seconds": (0, 1e6, False),
     "eval_every": (1, 1e12, True),
     "eval_episodes": (1, 10_000, True),
     "log_every": (1, 1e12, True),

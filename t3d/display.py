@@ -36,6 +36,7 @@ class Display:
         self._step = self._marked_step = 0
         self._started = self._marked = time.perf_counter()
         self._rate = 0.0
+        self._lost = 0
         self._evaluation: tuple[int, Evaluation] | None = None
         self._best: dict[int, float] = {}
         self._training: dict[int, dict[str, Any]] = {}
@@ -56,10 +57,13 @@ class Display:
         """A line that stays."""
         self.console.print(text, markup=False)
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, lost: int = 0) -> None:
         """Called at every step, so it only looks at the clock now and then."""
-        self._step = step
-        if step % 64 == 0:
+        if lost > self._lost:
+            self._lost = lost
+            self.say(f"step {step:,}: a worker process died or hung and was replaced ({lost} so far)")
+        before, self._step = self._step, step
+        if step // 64 > before // 64:
             now = time.perf_counter()
             if now - self._marked > 2:
                 rate = (step - self._marked_step) / (now - self._marked)

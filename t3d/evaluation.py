@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from t3d import networks, rng
 from t3d.agent import refuse_divergence
-from t3d.envs import GymBatch
-from t3d.envs.gym import Maker
+from t3d.envs import Source
 from t3d.networks import Parameters
 from t3d.rng import Purpose
 
@@ -30,10 +29,10 @@ class Evaluation:
 class Evaluator:
     """The environments that evaluations play in: one for each seed and episode, used again each time."""
 
-    def __init__(self, name: str, make: Maker, seeds: Sequence[int], episodes: int) -> None:
+    def __init__(self, source: Source, seeds: Sequence[int], episodes: int) -> None:
         self.seeds, self.episodes = list(seeds), episodes
         self._first_episode = 0
-        self.envs = GymBatch(name, make, len(self.seeds) * episodes, self._episode_seed)
+        self.envs = source.batch(len(self.seeds) * episodes, self._episode_seed)
 
     def _episode_seed(self, env: int, _: int) -> int:
         seed, episode = self.seeds[env // self.episodes], env % self.episodes + self._first_episode

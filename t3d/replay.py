@@ -1,4 +1,4 @@
-"""[steps 1 and 4] The replay memory: a ring for each seed, on the learner's device.
+"""[steps 1 and 4] The replay memory: a ring for each seed, on the learner's device; n-step returns before it.
 
 A transition is one row of numbers, so storing is one write and sampling one gather:
 
@@ -11,8 +11,11 @@ Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1, width), head a
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -86,6 +89,76 @@ class Replay:
         view.capacity, view.obs_dim, view.action_dim = self.capacity, self.obs_dim, self.action_dim
         view.rows, view.head, view.length = (t[k : k + 1] for t in (self.rows, self.head, self.length))
         return view
+
+
+class Rows(NamedTuple):
+    """Transitions on their way into the memory, (S, N, …), of which those that are `valid` will be stored."""
+
+    obs: NDArray[Any]
+    action: NDArray[Any]
+    reward: NDArray[Any]
+    next_obs: NDArray[Any]
+    terminated: NDArray[Any]
+    span: NDArray[Any]
+    valid: NDArray[np.bool_]
+
+
+class NStep:
+    """Turns single steps into rows of up to n: r₀ + γ r₁ + … + γⁿ⁻¹ rₙ₋₁, and the observation n steps on.
+
+    Every environment of every seed by itself. When an episode ends, all that is still under way comes out at once,
+    shorter and shorter, with the true last observation; a row never reaches into the next episode.
+    """
+
+    def __init__(self, n: int, gamma: float, seeds: int, envs: int, obs_dim: int, action_dim: int) -> None:
+        self.n, self.gamma = n, gamma
+        # The last n steps, the newest behind; `pending` of them belong to the episode under way.
+        self.obs = np.zeros((n, seeds, envs, obs_dim), np.float32)
+        self.action = np.zeros((n, seeds, envs, action_dim), np.float32)
+        self.reward = np.zeros((n, seeds, envs))
+        self.next_obs = np.zeros((seeds, envs, obs_dim), np.float32)
+        self.pending = np.zeros((seeds, envs), np.int64)
+
+    def add(
+        self,
+        obs: NDArray[Any],
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        next_obs: NDArray[Any],
+        terminated: NDArray[Any],
+        truncated: NDArray[Any],
+        valid: NDArray[np.bool_],
+    ) -> Rows:
+        """One step of every environment, (S, N, …), in; what is complete, (S, N · n, …), out, the oldest first.
+
+        A step that is not `valid` is no transition; if it is `truncated` the episode was lost there, and what was
+        under way ends with the last transition before it.
+        """
+        if self.n == 1:
+            return Rows(obs, action, reward, next_obs, terminated, np.ones(reward.shape), valid)
+        for ring, new in ((self.obs, obs), (self.action, action), (self.reward, reward)):
+            # Only where there is a transition: elsewhere the newest one stays the newest.
+            mask = valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim))
+            ring[:-1] = np.where(mask, ring[1:], ring[:-1])
+            ring[-1] = np.where(mask, new, ring[-1])
+        self.next_obs = np.where(valid[..., None], next_obs, self.next_obs)
+        self.pending = np.where(valid, np.minimum(self.pending + 1, self.n), self.pending)
+
+        ended = terminated | truncated
+        total = np.zeros_like(self.reward[0])
+        rows: list[Rows] = []
+        for span in range(1, self.n + 1):  # the row that began `span` steps ago
+            total = self.reward[-span] + self.gamma * total
+            full = valid & (self.pending >= span) & (span == self.n)
+            # A row that was full has gone out already when an episode is lost after it.
+            cut = ended & (self.pending >= span) & (valid | (span < self.n))
+            filled = np.full(total.shape, float(span))
+            rows.append(
+                Rows(self.obs[-span], self.action[-span], total, self.next_obs, terminated & valid, filled, full | cut)
+            )
+        self.pending[ended] = 0
+        rows.reverse()
+        return Rows(*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)))
 
 
 def row_width(obs_dim: int, action_dim: int) -> int:

@@ -19,17 +19,15 @@ from t3d import agent as agents
 from t3d import rng
 from t3d.config import Config
 from t3d.display import Display
-from t3d.envs import GymBatch
-from t3d.envs.gym import Maker
+from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.evaluation import Evaluation, Evaluator
 from t3d.policy import Card, Policy
-from t3d.replay import Replay, row_width
+from t3d.replay import NStep, Replay, row_width
 from t3d.rng import Purpose
 from t3d.runs.folder import Run, Which
 from t3d.steps import Agent, init_agent, is_delayed
 
-ENVS_PER_SEED = 1
 METRICS = ("critic_loss", "actor_loss", "q_mean")
 
 
@@ -40,10 +38,12 @@ class State:
     seeds: list[int]
     agent: Agent
     memory: Replay
-    envs: GymBatch
+    steps_under_way: NStep
+    envs: EnvBatch
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
+    stored: NDArray[np.int64]  # (S,) rows that went into the memory
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
     updates: NDArray[np.int64]  # (S,) updates that were run: `agent.updates`, known without asking the device
     best: list[float]  # each seed's best evaluation
@@ -52,16 +52,16 @@ class State:
     step: int = 0  # environment steps of each seed
 
 
-def begin(name: str, make: Maker, seeds: Sequence[int], config: Config) -> State:
+def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation."""
-    count, per_seed = len(seeds), ENVS_PER_SEED
+    count, per_seed = len(seeds), config.num_envs
 
     def episode_seed(env: int, episode: int) -> int:
         return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
 
-    envs = GymBatch(name, make, count * per_seed, episode_seed)
+    envs = source.batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
     device = torch.device(config.device)
-    capacity = min(config.buffer_size, config.steps * per_seed)
+    capacity = min(config.buffer_size, config.steps)
     try:
         memory = Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device)
     except RuntimeError as error:
@@ -72,10 +72,12 @@ def begin(name: str, make: Maker, seeds: Sequence[int], config: Config) -> State
         seeds=list(seeds),
         agent=init_agent(torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden),
         memory=memory,
+        steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, envs.obs_dim, envs.actions.dim),
         envs=envs,
         obs=envs.reset().reshape(count, per_seed, -1),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
+        stored=np.zeros(count, np.int64),
         earned=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
         best=[-np.inf] * count,
@@ -89,14 +91,13 @@ def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display
     evaluate(state, evaluator, config, folder, display)
     marked, marked_step = time.perf_counter(), 0
     while state.step < config.steps:
-        action = act(state, config)
-        rows = collect(state, action, config)
+        before = state.step
+        rows = collect(state, act(state, config), config)
         learn_owed(state, config)
-        state.step += 1
-        display.advance(state.step)
+        display.advance(state.step, state.envs.lost)
 
         last = state.step == config.steps
-        if state.step % config.log_every == 0 or last:
+        if state.step // config.log_every > before // config.log_every or last:
             now = time.perf_counter()
             training = training_rows(state, (state.step - marked_step) / (now - marked))
             marked, marked_step = now, state.step
@@ -104,7 +105,7 @@ def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display
             rows += training
         if rows:
             folder.record(rows)
-        if state.step % config.eval_every == 0 or last:
+        if state.step // config.eval_every > before // config.eval_every or last:
             paused = time.perf_counter()
             evaluate(state, evaluator, config, folder, display)
             marked += time.perf_counter() - paused
@@ -113,7 +114,7 @@ def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display
 def act(state: State, config: Config) -> NDArray[np.float32]:
     """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1]."""
     if state.step < config.random_steps:
-        action = agents.random_action(state.agent, state.step, ENVS_PER_SEED, state.envs.actions.dim)
+        action = agents.random_action(state.agent, state.step, config.num_envs, state.envs.actions.dim)
     else:
         obs = torch.from_numpy(state.obs).to(state.agent.seeds.device)
         action = agents.explore(state.agent, obs, state.step, config.exploration_noise)
@@ -123,41 +124,39 @@ def act(state: State, config: Config) -> NDArray[np.float32]:
 
 
 def collect(state: State, action: NDArray[np.float32], config: Config) -> list[dict[str, Any]]:
-    """Step the environments and store the transitions; returns a row for each episode that ended."""
+    """[step 1] Step the environments and store the transitions; returns a row for each episode that ended."""
     shape = action.shape[:2]  # (S, N)
-    moved = state.envs.step(action.reshape(-1, action.shape[-1]))
+    left = config.steps - state.step
+    active = None if left >= shape[1] else np.tile(np.arange(shape[1]) < left, shape[0])  # the last steps, exactly
+    moved = state.envs.step(action.reshape(-1, action.shape[-1]), active)
     reward, valid = moved.reward.reshape(shape), moved.valid.reshape(shape)
     terminated, truncated = moved.terminated.reshape(shape), moved.truncated.reshape(shape)
     obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
 
-    like = state.memory.rows
-
-    def tensor(array: NDArray[Any]) -> Tensor:
-        return torch.as_tensor(array, dtype=like.dtype, device=like.device)
-
     # Terminated alone ends the value; a truncated episode goes on behind its last observation.
-    state.memory.add(
-        obs=tensor(state.obs),
-        action=tensor(action),
-        reward=tensor(reward),
-        next_obs=tensor(final_obs),
-        terminated=tensor(terminated),
-        span=torch.ones(shape, dtype=like.dtype, device=like.device),
-        valid=torch.as_tensor(valid, device=like.device),
+    transitions = state.steps_under_way.add(state.obs, action, reward, final_obs, terminated, truncated, valid)
+    memory = state.memory.rows
+    *numbers, valid_rows = transitions
+    stored, new, rewarded, after, over, span = (
+        torch.as_tensor(part, dtype=memory.dtype, device=memory.device) for part in numbers
     )
+    state.memory.add(stored, new, rewarded, after, over, span, torch.as_tensor(valid_rows, device=memory.device))
+    state.stored += valid_rows.sum(1)
+
     state.obs = obs
     state.episode_return += reward
     state.episode_length += valid
+    state.step += min(left, shape[1])
+    ended = terminated | truncated
     rows: list[dict[str, Any]] = []
-    ended = (terminated | truncated) & valid
     for k, i in np.argwhere(ended):
         score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
-        row = {"kind": "episode", "step": state.step + 1, "seed": state.seeds[k], "return": score, "length": length}
-        rows.append(row | {"terminated": bool(terminated[k, i])})
+        row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
+        rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
         if config.update_after == "episode":
             state.earned[k] += length
-    if config.update_after == "step" and state.step >= config.random_steps:
-        state.earned += valid.sum(1)
+    if config.update_after == "step":
+        state.earned[:] = max(0, state.step - config.random_steps)
     state.episode_return[ended] = 0
     state.episode_length[ended] = 0
     return rows
@@ -168,6 +167,8 @@ def learn_owed(state: State, config: Config) -> None:
     # From the whole count each time: 0.3 added up fifty times is not 15.
     due = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
     if config.update_after == "step":
+        if not state.stored.all():
+            return  # nothing to sample yet; the updates stay owed
         _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))  # all owe the same
         return
     # Episodes end at different times. A seed always learns by itself then, also where all end at once: whether it
@@ -245,7 +246,7 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
     return Policy(agents.one_seed(state.agent, k).actor, card)
 
 
-def describe(env: str, made_in_python: bool, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
+def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
     """What config.json says."""
     versions = {"python": platform.python_version()}
     for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
@@ -253,5 +254,5 @@ def describe(env: str, made_in_python: bool, preset: str, seeds: Sequence[int], 
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    made = {"env": env, "callable": made_in_python, "seeds": list(seeds), "preset": preset}
-    return {**made, **asdict(config), "versions": versions}
+    env = {"env": source.name, "env_args": source.args, "callable": source.from_python}
+    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions}

@@ -7,12 +7,11 @@ from gymnasium import spaces
 from scripted import Probe, Scripted
 
 from t3d import T3DError
-from t3d.envs import ActionRange, GymBatch, gym_maker
+from t3d.envs import ActionRange, open_source
 
 
 def batch(make, count=1, episode_seed=lambda env, episode: 10 * env + episode):
-    name, make = gym_maker(make)
-    return GymBatch(name, make, count, episode_seed)
+    return open_source(make).batch(count, episode_seed)
 
 
 def test_the_exact_bounds_are_reachable_and_never_passed():
@@ -50,7 +49,7 @@ def test_other_actions_are_refused_with_the_reason(space, sentence):
 
 def test_what_a_step_gives():
     envs = batch(Scripted, count=2)
-    envs._envs[1].episode = 0  # the second starts with episode 1, which is longer
+    envs._slots[1]._env.episode = 0  # the second starts with episode 1, which is longer
     obs = envs.reset()
     assert obs.dtype == np.float32 and obs.tolist() == [[0, 0], [1, 0]]
     for _ in range(2):
@@ -75,13 +74,12 @@ def test_rows_that_are_not_active_stand_still():
 
 def test_episodes_start_from_the_seeds_they_are_given():
     seeds = []
-    name, make = gym_maker("Pendulum-v1")
 
     def episode_seed(env, episode):
         seeds.append((env, episode))
         return 5
 
-    envs = GymBatch(name, make, 2, episode_seed)
+    envs = batch("Pendulum-v1", 2, episode_seed)
     first = envs.reset()
     assert seeds == [(0, 0), (1, 0)] and (first[0] == first[1]).all()
     for _ in range(200):
@@ -175,8 +173,8 @@ def test_images_and_strange_makers_are_refused():
 
 def test_a_module_that_only_a_file_names_is_not_imported():
     with pytest.raises(T3DError, match="--allow-module antigravity"):
-        gym_maker("antigravity:Env-v0", allowed_modules=())
-    assert gym_maker("scripted:Env-v0", allowed_modules=("scripted",))[0] == "scripted:Env-v0"
+        open_source("antigravity:Env-v0", allowed_modules=())
+    assert open_source("scripted:Env-v0", allowed_modules=("scripted",)).name == "scripted:Env-v0"
 
 
 def test_mujoco_is_made_quietly(tmp_path, monkeypatch, capfd):

@@ -11,7 +11,7 @@ from scripted import Probe
 import t3d
 from t3d import Actor, T3DError, networks, rng
 from t3d.cli import main
-from t3d.envs import gym_maker
+from t3d.envs import open_source
 from t3d.evaluation import Evaluator
 from t3d.rng import Purpose
 
@@ -129,8 +129,7 @@ class Recorder(Probe):
 def recorded():
     """An evaluator over two seeds and three episodes each, its actors, and what the environments saw."""
     Recorder.seeds, Recorder.actions = [], []
-    name, make = gym_maker(Recorder)
-    evaluator = Evaluator(name, make, [3, 8], 3)
+    evaluator = Evaluator(open_source(Recorder), [3, 8], 3)
     return evaluator, networks.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32)
 
 

@@ -6,7 +6,7 @@ from scripted import ConstantReward, RewardFromAction, RewardFromBoth, RewardFro
 
 from t3d import networks, training
 from t3d.config import Config, settle
-from t3d.envs import gym_maker
+from t3d.envs import open_source
 
 CONFIG = Config(
     steps=1200, random_steps=300, hidden=(32, 32), batch_size=64, actor_lr=3e-3, critic_lr=3e-3, tau=0.05, gamma=0.9,
@@ -20,14 +20,12 @@ def learned():
     states = []
 
     def train(probe):
-        name, make = gym_maker(probe)
-        config = settle(CONFIG, "td3", name, seeds=2)
-        state = training.begin(name, make, [0, 1], config)
+        config = settle(CONFIG, "td3", probe.__name__, seeds=2)
+        state = training.begin(open_source(probe), [0, 1], config)
         states.append(state)
         while state.step < config.steps:
             training.collect(state, training.act(state, config), config)
             training.learn_owed(state, config)
-            state.step += 1
         return state.agent
 
     yield train

@@ -1,8 +1,10 @@
 """[steps 1 and 4] The replay memory, rule by rule, with numbers that say which transition they are."""
 
+import numpy as np
+import pytest
 import torch
 
-from t3d.replay import Replay
+from t3d.replay import NStep, Replay
 
 
 def put(memory, ids, valid=None, terminated=0.0, span=1.0):
@@ -82,3 +84,76 @@ def test_sampling_is_even():
     bits = torch.arange(0, 2**32, 2**32 // 10_000)[None]
     counts = torch.bincount((memory.sample(bits, 1.0).reward[0] / 100).round().long())
     assert counts.min() >= 999 and counts.max() <= 1001
+
+
+# ------------------------------------------------------------------------------------- n-step returns
+
+
+def steps_through(nstep, script):
+    """Rows out for a script of (time, ended) on one environment: (first time, span, reward, next, terminated)."""
+    out = []
+    for time, end in script:
+        lost = end == "lost"
+        rows = nstep.add(
+            obs=np.full((1, 1, 1), time),
+            action=np.full((1, 1, 1), time / 10),
+            reward=np.full((1, 1), 10.0**time),
+            next_obs=np.full((1, 1, 1), time + 0.5),
+            terminated=np.array([[end == "terminated"]]),
+            truncated=np.array([[end in ("truncated", "lost")]]),
+            valid=np.array([[not lost and end != "reset"]]),
+        )
+        for i in np.flatnonzero(rows.valid[0]):
+            assert rows.action[0, i, 0] == pytest.approx(rows.obs[0, i, 0] / 10)
+            numbers = (rows.obs[0, i, 0], rows.span[0, i], rows.reward[0, i], rows.next_obs[0, i, 0])
+            out.append((*map(float, numbers), bool(rows.terminated[0, i])))
+    return out
+
+
+def test_one_step_is_the_step_itself():
+    rows = steps_through(NStep(1, 0.5, 1, 1, 1, 1), [(0, ""), (1, "terminated"), (2, "truncated")])
+    assert rows == [(0, 1, 1, 0.5, False), (1, 1, 10, 1.5, True), (2, 1, 100, 2.5, False)]
+
+
+def test_three_steps_and_a_termination():
+    rows = steps_through(NStep(3, 0.5, 1, 1, 1, 1), [(0, ""), (1, ""), (2, ""), (3, "terminated")])
+    assert rows == [
+        (0, 3, 1 + 5 + 25, 2.5, False),
+        (1, 3, 10 + 50 + 250, 3.5, True),
+        (2, 2, 100 + 500, 3.5, True),
+        (3, 1, 1000, 3.5, True),
+    ]
+
+
+def test_an_episode_shorter_than_n_and_the_next_one_apart():
+    rows = steps_through(NStep(3, 0.5, 1, 1, 1, 1), [(0, ""), (1, "truncated"), (2, ""), (3, ""), (4, "")])
+    assert rows == [(0, 2, 6, 1.5, False), (1, 1, 10, 1.5, False), (2, 3, 100 + 500 + 2500, 4.5, False)]
+
+
+def test_reset_steps_are_no_transitions():
+    rows = steps_through(NStep(2, 0.5, 1, 1, 1, 1), [(0, "terminated"), (9, "reset"), (1, ""), (2, "terminated")])
+    assert rows == [(0, 1, 1, 0.5, True), (1, 2, 10 + 50, 2.5, True), (2, 1, 100, 2.5, True)]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ([0, 1, 2], [(0, 3, 31, 2.5, False), (1, 2, 10 + 50, 2.5, False), (2, 1, 100, 2.5, False)]),
+        ([0], [(0, 1, 1, 0.5, False)]),
+        ([], []),
+    ],
+)
+def test_a_lost_step_ends_what_was_under_way_before_it(before, expected):
+    script = [(time, "") for time in before] + [(8, "lost"), (4, "terminated")]
+    assert steps_through(NStep(3, 0.5, 1, 1, 1, 1), script) == [*expected, (4, 1, 10_000, 4.5, True)]
+
+
+def test_environments_are_apart():
+    nstep = NStep(2, 1.0, 2, 2, 1, 1)
+    ids = np.arange(4.0).reshape(2, 2)
+    no, yes = np.zeros((2, 2), bool), np.ones((2, 2), bool)
+    first = nstep.add(ids[..., None], ids[..., None], ids, ids[..., None], no, ids == 1, yes)
+    assert first.valid.tolist() == [[False, False, False, True], [False, False, False, False]]
+    second = nstep.add(ids[..., None] + 10, ids[..., None], ids, ids[..., None], no, no, yes)
+    assert second.valid[:, :2].tolist() == [[True, False], [True, True]]  # the full rows come first
+    assert second.obs[second.valid][:, 0].tolist() == [0, 2, 3] and second.reward[second.valid].tolist() == [0, 4, 6]

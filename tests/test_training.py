@@ -12,16 +12,15 @@ import t3d
 from t3d import training
 from t3d.agent import tensors
 from t3d.config import PRESETS, Config, settle
-from t3d.envs import gym_maker
+from t3d.envs import open_source
 
 SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu", "threads": 1, "progress": False}
 
 
 def begin(seeds=(0,), preset="td3", **knobs):
     config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **knobs})
-    name, make = gym_maker(Scripted)
-    config = settle(config, preset, name, len(seeds))
-    return training.begin(name, make, list(seeds), config), config
+    config = settle(config, preset, "Scripted", len(seeds))
+    return training.begin(open_source(Scripted), list(seeds), config), config
 
 
 def advance(state, config, steps):
@@ -29,7 +28,6 @@ def advance(state, config, steps):
     for _ in range(steps):
         rows += training.collect(state, training.act(state, config), config)
         training.learn_owed(state, config)
-        state.step += 1
     return rows
 
 
@@ -56,7 +54,7 @@ def test_actions_are_stored_within_one_and_played_within_the_bounds():
     state, config = begin(random_steps=50, exploration_noise=5.0)
     advance(state, config, 100)
     stored = state.memory.rows[0, :100, 2:4].numpy()
-    played = np.array(state.envs._envs[0].actions)
+    played = np.array(state.envs._slots[0]._env.actions)
     assert np.abs(stored).max() == 1.0
     np.testing.assert_allclose(played, [-1, 0] + (stored + 1) / 2 * [4, 5], atol=1e-6)
     assert played.min(0).tolist() == [-1, 0] and played.max(0).tolist() == [3, 5]
@@ -89,7 +87,7 @@ def test_seeds_whose_episodes_differ_owe_and_learn_each_by_itself():
     alone, config = begin(seeds=[1], random_steps=10, update_after="episode")
     advance(alone, config, 30)
     state, config = begin(seeds=[0, 1], random_steps=10, update_after="episode")
-    state.envs._envs[0].episode = 1  # seed 0 is one episode ahead and ends at other times
+    state.envs._slots[0]._env.episode = 1  # seed 0 is one episode ahead and ends at other times
     advance(state, config, 30)
     assert state.agent.updates.tolist() != [state.agent.updates[1]] * 2
     assert state.agent.updates[1] == alone.agent.updates[0]

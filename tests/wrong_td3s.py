@@ -36,7 +36,13 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "unclipped noise": [(STEPS, ".clamp(-clip, clip)", "")],
     "unclamped action": [(STEPS, ".clamp(-limit, limit)", "")],
     "done ignored": [(STEPS, "discount * (1 - terminated) * target_q", "discount * target_q")],
-    "truncation as done": [("training.py", "tensor(terminated)", "tensor(terminated | truncated)")],
+    "truncation as done": [
+        (
+            "training.py",
+            "final_obs, terminated, truncated, valid)",
+            "final_obs, terminated | truncated, truncated, valid)",
+        )
+    ],
     "target from the online critics": [(STEPS, "both_values(agent.target_critic,", "both_values(agent.critic,")],
     "only one critic trained": [(STEPS, ".mean(-1).sum(0)", ".mean(-1)[0]")],
     "identical twins": [

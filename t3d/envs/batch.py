@@ -1,14 +1,21 @@
 """The contract itself; the package's first lines say what each field means."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
+from t3d.errors import T3DError
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+EpisodeSeed = Callable[[int, int], int]
+
+# Where an environment declares no time limit, an episode is cut here: evaluations and whole episodes must end.
+LONGEST_EPISODE = 10_000
+LARGEST_REWARD = 1e30
 
 
 class Moved(NamedTuple):
@@ -25,10 +32,21 @@ class Moved(NamedTuple):
 class EnvBatch(Protocol):
     """N environments of one kind."""
 
+    name: str
     count: int
     obs_shape: tuple[int, ...]
     obs_dim: int
     actions: ActionRange
+
+    @property
+    def lost(self) -> int:
+        """Worker processes that died or hung and were replaced."""
+        ...
+
+    @property
+    def cut(self) -> int:
+        """Episodes that were cut because a simulation broke down."""
+        ...
 
     def reset(self) -> Floats: ...
 
@@ -37,3 +55,14 @@ class EnvBatch(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def refuse_unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
+    """Name the first observation or reward that is not a finite number: nothing could be learned from it."""
+    if not np.isfinite(obs).all():
+        row, column = np.argwhere(~np.isfinite(obs))[0]
+        what = f"observation[{column}] is {obs[row, column]}"
+        raise T3DError(f"{where(int(row))}: {what}; nothing can be learned from that.")
+    if reward is not None and not (np.abs(reward) <= LARGEST_REWARD).all():
+        row = int(np.flatnonzero(~(np.abs(reward) <= LARGEST_REWARD))[0])
+        raise T3DError(f"{where(row)}: the reward is {reward[row]}; nothing can be learned from that.")

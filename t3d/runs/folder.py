@@ -14,7 +14,15 @@ from t3d.errors import T3DError
 from t3d.policy import Policy, read_policy
 
 FORMAT = 1
-NOT_KNOBS = ("format", "env", "callable", "seeds", "preset", "versions")  # what config.json holds beside the knobs
+NOT_KNOBS = (
+    "format",
+    "env",
+    "env_args",
+    "callable",
+    "seeds",
+    "preset",
+    "versions",
+)  # what config.json holds beside the knobs
 Which = Literal["best", "last"]
 
 
@@ -145,6 +153,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise T3DError(f"{path}: seeds cannot be {seeds!r}; it is a list of whole numbers.")
     if values.get("preset") not in list(PRESETS):
         raise T3DError(f"{path}: preset cannot be {values.get('preset')!r}; it is one of {', '.join(PRESETS)}.")
+    if not isinstance(values.get("env_args"), dict):
+        raise T3DError(f"{path}: env_args cannot be {values.get('env_args')!r}; it is an object.")
     if not isinstance(values.get("env"), str):
         raise T3DError(f"{path}: env cannot be {values.get('env')!r}; it is the id of an environment.")
     return values

@@ -1,0 +1,108 @@
+"""From what a user names to a batch of environments: which adapter takes it, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import gymnasium
+from gymnasium import error, spaces
+
+from t3d.envs.actions import ActionRange
+from t3d.envs.batch import EnvBatch, EpisodeSeed
+from t3d.envs.gym import GymBatch, flat_size
+from t3d.envs.slots import LocalSlot, Slot, said
+from t3d.envs.worker import make
+from t3d.envs.workers import Worker, WorkerSlot
+from t3d.errors import T3DError, nearest
+
+Maker = Callable[..., "gymnasium.Env[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where environments come from: an id or something that makes one when called, and arguments for it."""
+
+    env: str | Maker
+    args: dict[str, Any] = field(default_factory=dict)
+    _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
+
+    @property
+    def name(self) -> str:
+        return self.env if isinstance(self.env, str) else str(getattr(self.env, "__name__", type(self.env).__name__))
+
+    @property
+    def from_python(self) -> bool:
+        """Whether no file can bring it back."""
+        return not isinstance(self.env, str)
+
+    def one(self) -> "gymnasium.Env[Any, Any]":
+        """One environment, new each time."""
+        made = self._one()
+        if not isinstance(made, gymnasium.Env):
+            raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
+        if made in self._made:
+            raise T3DError(f"{self.name}() gave the same environment twice; it must make a new one each time.")
+        self._made.add(made)
+        if not isinstance(getattr(made, "observation_space", None), spaces.Space):
+            raise T3DError(f"{self.name} has no observation_space.")
+        return made
+
+    def _one(self) -> "gymnasium.Env[Any, Any]":
+        try:
+            return make(self.env, self.args)  # type: ignore[no-any-return]
+        except ModuleNotFoundError as problem:
+            missing = problem.name or self.name.rpartition(":")[0]
+            raise T3DError(f"{self.name}: there is no module {missing} to import.") from problem
+        except error.DependencyNotInstalled as problem:
+            how = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
+            raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem
+        except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
+            plain = self.name.rpartition(":")[2]
+            near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
+            raise T3DError(f"there is no environment {self.name}.{near}") from problem
+        except Exception as problem:
+            raise T3DError(f"{self.name} cannot be made: {said(problem)}") from problem
+
+    def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0) -> EnvBatch:
+        """`count` environments behind the contract."""
+        first = self.one()
+        try:
+            flat_size(first.observation_space, self.name)
+            actions = ActionRange.of(first.action_space, self.name)
+            limit = None if first.spec is None else first.spec.max_episode_steps
+        except BaseException:
+            first.close()
+            raise
+        processes: list[Worker] = []
+        slots: list[Slot] = []
+        if workers:
+            first.close()
+            processes = [
+                Worker(self.name, self.env, self.args, list(range(k, count, workers)), stall_seconds)
+                for k in range(min(workers, count))
+            ]
+            for process in processes:  # they start side by side
+                process.ready()
+            slots = [WorkerSlot(processes[i % workers], i) for i in range(count)]
+        else:
+            slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
+        return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
+
+
+def open_source(
+    env: str | Maker, args: dict[str, Any] | None = None, allowed_modules: tuple[str, ...] | None = None
+) -> Source:
+    """The source for what a user named; `allowed_modules`, if given, says which `module:Id` may import."""
+    if isinstance(env, gymnasium.Env):
+        raise T3DError("this is one environment, and several are needed: give its id, or a function that makes one.")
+    if isinstance(env, str):
+        module = env.rpartition(":")[0]
+        if module and allowed_modules is not None and module not in allowed_modules:
+            raise T3DError(
+                f"{env} would import the module {module}, which only a file asks for;"
+                f" if you trust it, add --allow-module {module}."
+            )
+    elif not callable(env):
+        raise T3DError(f"an environment is an id or something that makes one when called, not {env!r}.")
+    return Source(env, dict(args or {}))

@@ -1,0 +1,79 @@
+"""What runs in a worker process: environments that answer over a pipe.
+
+It is started as a script and imports nothing of the package, so that a worker starts fast and carries no PyTorch.
+The parent starts it itself and hands it what to make; no file is ever read here.
+"""
+
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def make(env: Any, args: dict[str, Any]) -> Any:
+    """One environment, from an id or from whatever makes one when called."""
+    import gymnasium
+
+    if callable(env):
+        return env(**args)
+    spec = gymnasium.registry.get(env.rpartition(":")[2])
+    if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
+        quiet_mujoco()
+    return gymnasium.make(env, disable_env_checker=True, **args)
+
+
+def quiet_mujoco() -> None:
+    """MuJoCo's warnings would go to the terminal and into MUJOCO_LOG.TXT, wherever one stands.
+
+    The one that matters, that a simulation went bad and reset itself, is seen by `self_resets`.
+    """
+    try:
+        import mujoco
+    except ImportError:
+        return  # Gymnasium says what is missing
+    mujoco.set_mju_user_warning(lambda message: None)
+
+
+def self_resets(env: Any) -> int:
+    """How often MuJoCo found a state that is not finite or beyond 1e10 and silently began anew; 0 elsewhere."""
+    counters = getattr(getattr(env.unwrapped, "data", None), "warning", None)
+    if counters is None or "mujoco" not in sys.modules:
+        return 0
+    kinds = sys.modules["mujoco"].mjtWarning
+    return sum(
+        int(counters[int(kind)].number) for kind in (kinds.mjWARN_BADQPOS, kinds.mjWARN_BADQVEL, kinds.mjWARN_BADQACC)
+    )
+
+
+def serve(pipe: Connection) -> None:
+    """Make the environments, then reset and step them as asked until the pipe closes."""
+    import cloudpickle
+
+    env, args, indices = cloudpickle.loads(pipe.recv_bytes())
+    envs = {index: make(env, args) for index in indices}
+    pipe.send(("ready", None))
+    while True:
+        try:
+            call, index, argument = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if call == "step":
+                before = self_resets(envs[index])
+                obs, reward, terminated, truncated, _ = envs[index].step(argument)
+                bad = self_resets(envs[index]) > before
+                answer: Any = (obs, reward, bool(terminated), bool(truncated), bad)
+            else:
+                answer = envs[index].reset(seed=argument)[0]
+            pipe.send(("done", answer))
+        except Exception as problem:
+            import traceback
+
+            frame = traceback.extract_tb(problem.__traceback__)[-1]
+            pipe.send(("raised", f"{type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.path[:] = sys.argv[2:]  # the parent's, so that its modules are found
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,125 @@
+"""Gymnasium environments in worker processes that may die or hang: they are killed, replaced, and the run goes on."""
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from numpy.typing import NDArray
+
+from t3d.envs.slots import Lost, Raised, Stepped
+from t3d.errors import T3DError
+
+START_SECONDS = 120.0
+TRIES = 5  # a worker that dies this often without finishing a step is not worth another try
+
+
+class Worker:
+    """A process with some of the environments."""
+
+    def __init__(self, name: str, env: Any, args: dict[str, Any], indices: list[int], stall_seconds: float) -> None:
+        self.name, self.stall_seconds = name, stall_seconds
+        self.replaced = 0
+        self._deaths_in_a_row = 0
+        self._order = cloudpickle.dumps((env, args, indices))
+        self._launch()
+
+    def _launch(self) -> None:
+        self._pipe, theirs = Pipe()
+        script = str(Path(__file__).with_name("worker.py"))
+        command = [sys.executable, script, str(theirs.fileno()), *sys.path]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self.waiting: list[int] = []  # whose answers are still to come, in order
+        with suppress(OSError):
+            self._pipe.send_bytes(self._order)
+
+    def ready(self) -> "Worker":
+        """Wait until the environments are made; a process that dies over it is replaced."""
+        while True:
+            try:
+                self._receive(START_SECONDS)
+                return self
+            except Lost:
+                self._count_death()
+                self._launch()
+
+    def _count_death(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._pipe.close()
+        self.replaced += 1
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row >= TRIES:
+            raise T3DError(
+                f"{self.name}: a worker process died or hung {TRIES} times in a row without finishing a step"
+                f" (exit code {self.process.returncode}); try it with --workers 0 to see why."
+            )
+
+    def send(self, call: str, index: int, argument: Any) -> None:
+        with suppress(OSError):  # it died; whoever waits for the answer will notice
+            self._pipe.send((call, index, argument))
+        self.waiting.append(index)
+
+    def answer(self) -> Any:
+        """The answer to the oldest call; if it does not come the process is replaced, and all its calls are lost."""
+        if not self.waiting:
+            raise Lost
+        try:
+            answer = self._receive(self.stall_seconds)
+        except Lost:
+            self._count_death()
+            self._launch()
+            self.ready()
+            raise
+        self.waiting.pop(0)
+        self._deaths_in_a_row = 0
+        return answer
+
+    def _receive(self, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        try:
+            # In slices, so that Ctrl-C is heard.
+            while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise Lost
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise Lost from None
+        if kind == "raised":
+            raise Raised(value)
+        return value
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class WorkerSlot:
+    """One environment of a worker."""
+
+    def __init__(self, worker: Worker, index: int) -> None:
+        self._worker, self._index = worker, index
+        self._generation = worker.replaced
+
+    def reset(self, seed: int) -> Any:
+        self._generation = self._worker.replaced
+        self._worker.send("reset", self._index, seed)
+        return self._worker.answer()
+
+    def begin(self, action: NDArray[Any]) -> None:
+        if self._generation == self._worker.replaced:
+            self._worker.send("step", self._index, action)
+
+    def end(self) -> Stepped:
+        if self._generation != self._worker.replaced:
+            raise Lost  # the process was replaced since: this environment's episode went with it
+        return Stepped(*self._worker.answer())
+
+    def close(self) -> None:
+        pass  # the workers are closed as a whole
