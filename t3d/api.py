@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from gymnasium.vector import VectorEnv
 
 from t3d import training
 from t3d.config import PRESETS, Config, Preset, from_values, settle
@@ -22,28 +23,31 @@ MOST_SEEDS = 10_000
 
 
 def train(
-    env: str | Maker,
+    env: str | Maker | VectorEnv[Any, Any, Any],
     steps: float | None = None,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     *,
     env_args: dict[str, Any] | None = None,
+    eval_env: str | Maker | None = None,
     preset: Preset = "td3",
     progress: bool = True,
     **config: Any,
 ) -> Run:
     """Train T3D and return the run.
 
-    `env` is a Gymnasium id or anything that makes an environment when called, with `env_args` if given; `seeds`
-    a number of seeds (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of
-    `t3d train --help`.
+    `env` is a Gymnasium id, anything that makes an environment when called, with `env_args` if given, or a
+    Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations; `seeds` a number of seeds
+    (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
+    if isinstance(env, VectorEnv):
+        config.setdefault("num_envs", env.num_envs // max(len(as_seeds(seeds)), 1))
     knobs = from_values(config, PRESETS[preset], "train()")
-    return start(open_source(env, env_args), as_seeds(seeds), knobs, preset, out, progress)
+    return start(open_source(env, env_args, eval_env=eval_env), as_seeds(seeds), knobs, preset, out, progress)
 
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:

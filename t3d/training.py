@@ -59,7 +59,7 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     def episode_seed(env: int, episode: int) -> int:
         return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
 
-    envs = source.batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
+    envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
     device = torch.device(config.device)
     capacity = min(config.buffer_size, config.steps)
     try:

@@ -36,3 +36,37 @@ class Counter(gymnasium.Env):
             time.sleep(60)
         if self.trouble == "raises":
             raise ZeroDivisionError("so told")
+
+
+def fate(uid):
+    """How long episode `uid` lasts, whether it terminates, and when its process dies if it does."""
+    draw = np.random.default_rng(int(uid))
+    length = int(draw.integers(1, 12))
+    return length, bool(draw.random() < 0.5), int(draw.integers(1, length + 1)) if draw.random() < 0.02 else 0
+
+
+class Ids(gymnasium.Env):
+    """The observation is (episode's id, time) and the reward 2^−time, so every transition can be told."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, mortal=False):
+        self.mortal, self.base, self.episode = mortal, 0, 0
+
+    def reset(self, *, seed=None, options=None):
+        if seed is None:
+            self.episode += 1  # a vector environment that begins anew by itself gives no seed
+        else:
+            self.base, self.episode = seed, 0
+        self.uid, self.time = 1000 * self.base + self.episode, 0
+        self.length, self.terminates, self.death = fate(self.uid)
+        return np.array([self.uid, 0.0]), {}
+
+    def step(self, action):
+        self.time += 1
+        if self.mortal and self.time == self.death:
+            os._exit(9)
+        over = self.time == self.length
+        reward = 2.0**-self.time
+        return np.array([self.uid, self.time]), reward, over and self.terminates, over and not self.terminates, {}

@@ -1,30 +1,40 @@
 """From what a user names to a batch of environments: which adapter takes it, and why."""
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import gymnasium
 from gymnasium import error, spaces
+from gymnasium.vector import VectorEnv
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, flat_size
+from t3d.envs.mujoco import TASKS, THREADED, MujocoBatch
 from t3d.envs.slots import LocalSlot, Slot, said
+from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
 from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
+Path = Literal["mujoco.batch", "threads", "gymnasium"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where environments come from: an id or something that makes one when called, and arguments for it."""
+    """Where environments come from: an id or something that makes one when called, and arguments for it.
+
+    A vector environment that somebody handed over is trained in as it is; evaluations have environments of their own.
+    """
 
     env: str | Maker
     args: dict[str, Any] = field(default_factory=dict)
+    vector: "VectorEnv[Any, Any, Any] | None" = None
     _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
 
     @property
@@ -64,6 +74,36 @@ class Source:
         except Exception as problem:
             raise T3DError(f"{self.name} cannot be made: {said(problem)}") from problem
 
+    def path(self) -> tuple[Path, str]:
+        """How environments of this source are stepped without workers, and why so."""
+        if self.from_python:
+            return "gymnasium", "it is made by a function in Python"
+        plain = str(self.env).rpartition(":")[2]
+        if plain not in TASKS and plain not in THREADED:
+            return "gymnasium", "there is no faster path for it"
+        if plain in THREADED:
+            return "threads", "it reads contact forces, which mujoco.batch does not compute"
+        if self.args:
+            return "gymnasium", "it has arguments of its own"
+        try:
+            import mujoco.batch  # noqa: F401
+        except ImportError:
+            return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
+        return "mujoco.batch", "it is bit-identical to Gymnasium there"
+
+    def training_batch(
+        self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0
+    ) -> EnvBatch:
+        """The environments to train in: the vector environment, if there is one."""
+        if self.vector is None:
+            return self.batch(count, episode_seed, workers, stall_seconds)
+        if self.vector.num_envs != count or workers:
+            raise T3DError(
+                f"the vector environment has {self.vector.num_envs} environments, and seeds times num_envs is {count};"
+                " they must be the same number, and workers must be 0."
+            )
+        return VectorBatch(self.name, self.vector, episode_seed)
+
     def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0) -> EnvBatch:
         """`count` environments behind the contract."""
         first = self.one()
@@ -74,6 +114,8 @@ class Source:
         except BaseException:
             first.close()
             raise
+        path, _ = self.path()
+        threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
@@ -85,15 +127,36 @@ class Source:
             for process in processes:  # they start side by side
                 process.ready()
             slots = [WorkerSlot(processes[i % workers], i) for i in range(count)]
+        elif path == "mujoco.batch":
+            return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
-            slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
+            pool = ThreadPoolExecutor(threads) if path == "threads" and threads > 1 else None
+            slots = [LocalSlot(env, pool) for env in (first, *(self.one() for _ in range(count - 1)))]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
 
 
+def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> Source:
+    """A source whose evaluation environments are made as the vector environment's own were, if that can be known."""
+    if eval_env is None:
+        spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
+        if makers:
+            eval_env = makers[0]
+        elif spec is not None and spec.id in gymnasium.registry:
+            return Source(spec.id, {k: v for k, v in spec.kwargs.items() if k not in ("num_envs",)}, vector)
+        else:
+            raise T3DError("evaluations need environments of their own: give t3d.train an eval_env to make them with.")
+    return Source(eval_env, {}, vector)
+
+
 def open_source(
-    env: str | Maker, args: dict[str, Any] | None = None, allowed_modules: tuple[str, ...] | None = None
+    env: "str | Maker | VectorEnv[Any, Any, Any]",
+    args: dict[str, Any] | None = None,
+    allowed_modules: tuple[str, ...] | None = None,
+    eval_env: str | Maker | None = None,
 ) -> Source:
     """The source for what a user named; `allowed_modules`, if given, says which `module:Id` may import."""
+    if isinstance(env, VectorEnv):
+        return _from_vector(env, eval_env)
     if isinstance(env, gymnasium.Env):
         raise T3DError("this is one environment, and several are needed: give its id, or a function that makes one.")
     if isinstance(env, str):
