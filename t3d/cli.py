@@ -1,4 +1,4 @@
-"""The command line: `t3d train`, `t3d evaluate`.
+"""The command line: `t3d train`, `t3d evaluate`, `t3d doctor`.
 
 Options are the fields of the dataclasses below and of `config.Config`. What is wrong with the input is said
 in one sentence, with exit code 2 and no traceback.
@@ -23,10 +23,11 @@ from tyro.conf import Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
-from t3d import api
+from t3d import api, training
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
 from t3d.display import open_console
 from t3d.envs import open_source
+from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.policy import Policy
@@ -78,6 +79,22 @@ class Evaluate:
     """Modules that may be imported to make the environment, if the run names one."""
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Say how environments are stepped here, why, and whether exactly.
+
+    Without ENV it looks at all MuJoCo tasks of Gymnasium.
+    """
+
+    env: Positional[Annotated[tuple[str, ...], arg(metavar="ENV ...", help_behavior_hint="")]] = ()
+    """Ids of environments."""
+    steps: int = 1_000
+    """Steps with random actions, compared with gymnasium.make bit for bit."""
+
+
+COMMANDS = {"train": Train, "evaluate": Evaluate, "doctor": Doctor}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 where the input was wrong, with 130 on Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -91,8 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = parse(arguments)
         if isinstance(command, Train):
             train(command)
-        else:
+        elif isinstance(command, Evaluate):
             evaluate(command)
+        else:
+            doctor(command)
     except T3DError as error:
         print(f"t3d: {error}", file=sys.stderr)
         sys.exit(2)
@@ -103,17 +122,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse(arguments: list[str]) -> Train | Evaluate:
+def parse(arguments: list[str]) -> Train | Evaluate | Doctor:
     """The command and its options; a preset or a config file sets the defaults that the others are seen beside."""
-    commands = {"train": Train, "evaluate": Evaluate}
-    if not arguments[0].startswith("-") and arguments[0] not in commands:
-        word, known = arguments[0], ", ".join(commands)
-        raise T3DError(f"there is no command '{word}'; there are {known}.{nearest(word, commands)}")
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        word, known = arguments[0], ", ".join(COMMANDS)
+        raise T3DError(f"there is no command '{word}'; there are {known}.{nearest(word, COMMANDS)}")
     arguments, env_args = _take_env_args(arguments)
     default = _train_defaults(arguments) if arguments[0] == "train" else Train()
-    choice: Any = Annotated[Train, subcommand("train", default=default)] | Annotated[Evaluate, subcommand("evaluate")]
+    choice: Any = Annotated[Train, subcommand("train", default=default)]
+    choice |= Annotated[Evaluate, subcommand("evaluate")] | Annotated[Doctor, subcommand("doctor")]
     with _whole_numbers():
-        command: Train | Evaluate = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
+        command: Train | Evaluate | Doctor = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
     return replace(command, env_args=env_args) if isinstance(command, Train) else command
 
 
@@ -320,6 +339,26 @@ def played(
                 if seed in policies:
                     returns[seed] += evaluation.returns[k].tolist()
     return {seed: scores[:episodes] for seed, scores in returns.items()}
+
+
+def doctor(command: Doctor) -> None:
+    """A line for each environment: the path it takes, why, and whether it is Gymnasium's bit for bit."""
+    console = open_console()
+    if not command.env:
+        console.print(", ".join(f"{name} {version}" for name, version in training.versions().items()))
+    for name in command.env or mujoco_tasks():
+        source = open_source(name)
+        envs = source.batch(1, lambda env, episode: episode)
+        envs.close()
+        path, why = source.path()
+        difference, ends = first_difference(source, command.steps)
+        exact = f"differs from gymnasium.make in {difference}" if difference else "bit-identical to gymnasium.make"
+        console.print(f"{name}: {path}, because {why}", markup=False)
+        console.print(f"  {exact} in {command.steps:,} steps of 3 environments, {ends} ends of episodes among them")
+        if command.env:
+            low, high = envs.actions.low.reshape(-1), envs.actions.high.reshape(-1)
+            bounds = ", ".join(sorted({f"{a:g} to {b:g}" for a, b in zip(low, high, strict=True)}))
+            console.print(f"  observations: {envs.obs_dim} numbers; actions: {envs.actions.dim}, from {bounds}")
 
 
 def _mean(numbers: list[float]) -> float:

@@ -6,6 +6,7 @@ Everything that changes during a run hangs off one `State`. Shapes: S seeds, N e
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -248,11 +249,14 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
 
 def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
     """What config.json says."""
-    versions = {"python": platform.python_version()}
-    for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     env = {"env": source.name, "env_args": source.args, "callable": source.from_python}
-    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions}
+    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Of what results depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -46,9 +46,9 @@ def fate(uid):
 
 
 class Ids(gymnasium.Env):
-    """The observation is (episode's id, time) and the reward 2^−time, so every transition can be told."""
+    """The observation is (episode's id in two parts, time), the reward 2^−time: every transition can be told."""
 
-    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, mortal=False):
@@ -59,9 +59,12 @@ class Ids(gymnasium.Env):
             self.episode += 1  # a vector environment that begins anew by itself gives no seed
         else:
             self.base, self.episode = seed, 0
-        self.uid, self.time = 1000 * self.base + self.episode, 0
+        self.uid, self.time = 100_000 * self.base + self.episode, 0
         self.length, self.terminates, self.death = fate(self.uid)
-        return np.array([self.uid, 0.0]), {}
+        return self.obs(), {}
+
+    def obs(self):
+        return np.array([self.uid >> 20, self.uid & 0xFFFFF, self.time], np.float64)  # each exact in float32
 
     def step(self, action):
         self.time += 1
@@ -69,4 +72,4 @@ class Ids(gymnasium.Env):
             os._exit(9)
         over = self.time == self.length
         reward = 2.0**-self.time
-        return np.array([self.uid, self.time]), reward, over and self.terminates, over and not self.terminates, {}
+        return self.obs(), reward, over and self.terminates, over and not self.terminates, {}

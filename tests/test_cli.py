@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import t3d
-from t3d.cli import main
+from t3d.cli import COMMANDS, main
 
 QUICK = [
     "--steps", "300", "--random-steps", "1e2", "--eval-every", "150", "--eval-episodes", "2", "--hidden", "8", "8",
@@ -87,7 +87,7 @@ def test_evaluate(run, capsys):
     assert "Pendulum-v1, 2 episodes for each seed" in text and text.count("yes") == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["evaluate", "--help"], []])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS), []])
 def test_help_fits_eighty_columns(arguments, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit:
@@ -107,6 +107,25 @@ def test_every_knob_has_an_option(capsys):
         "buffer-size", "hidden", "actor-lr", "critic-lr", "updates-per-step", "update-after", "threads", "log-every",
     ):  # fmt: skip
         assert f"--{option} " in text
+
+
+def test_doctor(capsys):
+    main(["doctor", "Pendulum-v1", "--steps", "250"])
+    text = capsys.readouterr().out
+    assert "Pendulum-v1: gymnasium, because there is no faster path" in text
+    assert "bit-identical to gymnasium.make in 250 steps of 3 environments, 3 ends" in text
+    assert "observations: 3 numbers; actions: 1, from -2 to 2" in text
+
+
+def test_arguments_for_the_environment(tmp_path, capsys):
+    main(["train", "Pendulum-v1", *QUICK, "--steps", "110", "--env.g", "5", "--env.render-mode=rgb_array",
+          "--out", str(tmp_path / "run")])  # fmt: skip
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["env_args"] == {"g": 5, "render_mode": "rgb_array"}
+    main(["evaluate", str(tmp_path / "run")])
+    assert capsys.readouterr().out.count("yes") == 1
+    assert "unexpected keyword argument" in failed(capsys, "train", "Pendulum-v1", "--env.wind", "3")
+    assert "needs a value" in failed(capsys, "train", "Pendulum-v1", "--env.g")
 
 
 def test_module_and_version():

@@ -3,9 +3,11 @@
 import json
 import os
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scripted import Scripted
 
 import t3d
@@ -102,6 +104,57 @@ def test_a_seed_that_diverges_is_named():
     state.agent.actor["w1"][1] = float("nan")
     with pytest.raises(t3d.T3DError, match="the networks of seed 7 have diverged"):
         training.act(state, config)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_steps_and_updates_count_in_all_environments(count):
+    state, config = begin(steps=100, random_steps=11, num_envs=count, updates_per_step=0.5)
+    while state.step < config.steps:
+        training.collect(state, training.act(state, config), config)
+        training.learn_owed(state, config)
+    assert state.step == 100 and state.stored.tolist() == [100] and state.memory.length.tolist() == [100]
+    assert state.agent.updates.tolist() == [44]  # (100 − 11) / 2
+
+
+def test_environments_of_a_seed_differ_in_seed_and_noise():
+    config = settle(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
+    state = training.begin(open_source("Pendulum-v1"), [0, 1], config)
+    assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(training.act(state, config))) == 6
+
+
+def test_n_step_rows_reach_the_memory():
+    state, config = begin(steps=60, random_steps=5, n_step=3, gamma=0.5)
+    advance(state, config, 60)
+    stored = state.memory.rows[0, : int(state.memory.length)]
+    span, terminated = stored[:, 8], stored[:, 7]
+    assert set(span.tolist()) == {1, 2, 3} and torch.equal(stored[:, 5] - stored[:, 1], span)
+    even = stored[:, 0] % 2 == 0
+    assert torch.equal(terminated.bool(), even & (stored[:, 5] == 3 + stored[:, 0] % 4))
+
+
+def test_nothing_is_sampled_from_an_empty_memory():
+    state, config = begin(steps=60, random_steps=0, n_step=5)
+    advance(state, config, 2)  # the first episode is not over, no row of five is full
+    assert state.stored.tolist() == [0] and state.agent.updates.tolist() == [0]
+    advance(state, config, 1)
+    assert state.stored.tolist() == [3] and state.agent.updates.tolist() == [3]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_vector_environment_can_be_trained_in(mode, tmp_path):
+    vector = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 4, autoreset_mode=mode)
+    run = t3d.train(vector, steps=900, random_steps=50, seeds=2, out=tmp_path / "run", eval_every=450, **SMALL)
+    config = json.loads((run.path / "config.json").read_text())
+    assert config["num_envs"] == 2 and config["callable"] is True
+    assert [row["step"] for row in run.evaluations[::2]] == [0, 450, 900]
+    ended = [row["length"] for row in run.metrics if row["kind"] == "episode"]
+    assert ended and set(ended) == {200}
+
+
+def test_a_vector_environment_of_the_wrong_size(tmp_path):
+    vector = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 3)
+    with pytest.raises(t3d.T3DError, match="has 3 environments, and seeds times num_envs is 2"):
+        t3d.train(vector, steps=90, seeds=2, out=tmp_path / "run", **SMALL)
 
 
 def test_the_memory_is_no_larger_than_the_run():

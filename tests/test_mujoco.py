@@ -1,0 +1,56 @@
+"""The native MuJoCo path is Gymnasium, bit for bit."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from t3d.envs import open_source
+from t3d.envs.exact import first_difference, mujoco_tasks
+
+pytest.importorskip("mujoco.batch")
+
+
+def episode_seed(env, episode):
+    return 1000 * env + episode
+
+
+@pytest.mark.parametrize("task", mujoco_tasks())
+def test_it_is_gymnasium_bit_for_bit(task):
+    assert first_difference(open_source(task), 120)[0] == ""
+
+
+def test_a_difference_is_noticed(monkeypatch):
+    monkeypatch.setattr("t3d.envs.mujoco.Runner.control_cost", lambda self, action: 0.1 * np.square(action).mean(1))
+    assert first_difference(open_source("HalfCheetah-v5"), 20)[0] == "step 1 of environment 0"
+
+
+def test_which_path_a_task_takes():
+    assert open_source("HalfCheetah-v5").path()[0] == "mujoco.batch"
+    assert open_source("Ant-v5").path()[0] == "threads"
+    assert open_source("Pendulum-v1").path()[0] == "gymnasium"
+    assert open_source("HalfCheetah-v5", {"forward_reward_weight": 2}).path()[0] == "gymnasium"
+    assert open_source(lambda: gymnasium.make("HalfCheetah-v5")).path()[0] == "gymnasium"
+
+
+@pytest.mark.parametrize("path", ["native", "gymnasium"])
+def test_a_simulation_that_begins_anew_by_itself_is_cut(path):
+    source = open_source("HalfCheetah-v5" if path == "native" else lambda: gymnasium.make("HalfCheetah-v5"))
+    envs = source.batch(2, episode_seed)
+    envs.reset()
+    before = envs.step(np.zeros((2, 6))).obs
+    if path == "native":
+        envs._sims.qvel[1] = 1e11
+    else:
+        envs._slots[1]._env.unwrapped.data.qvel[:] = 1e11
+    moved = envs.step(np.zeros((2, 6)))
+    assert moved.valid.tolist() == [True, False] and moved.truncated.tolist() == [False, True]
+    assert (moved.final_obs[1] == before[1]).all() and moved.reward[1] == 0 and envs.cut == 1
+    assert envs.step(np.zeros((2, 6))).valid.all() and envs.cut == 1
+
+
+def test_rows_that_are_not_active_stand_still():
+    envs = open_source("Hopper-v5").batch(3, episode_seed)
+    first = envs.reset()
+    moved = envs.step(np.ones((3, 3)), active=np.array([False, True, False]))
+    assert moved.valid.tolist() == [False, True, False] and moved.reward[[0, 2]].tolist() == [0, 0]
+    assert (moved.obs[[0, 2]] == first[[0, 2]]).all() and (moved.obs[1] != first[1]).any()
