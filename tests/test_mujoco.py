@@ -20,13 +20,15 @@ def test_it_is_gymnasium_bit_for_bit(task):
 
 
 def test_a_difference_is_noticed(monkeypatch):
-    monkeypatch.setattr("t3d.envs.mujoco.Runner.control_cost", lambda self, action: 0.1 * np.square(action).mean(1))
+    monkeypatch.setattr(
+        "t3d.envs.mujoco.HalfCheetah.control_cost", lambda self, action: 0.1 * np.square(action).mean(1)
+    )
     assert first_difference(open_source("HalfCheetah-v5"), 20)[0] == "step 1 of environment 0"
 
 
 def test_which_path_a_task_takes():
     assert open_source("HalfCheetah-v5").path()[0] == "mujoco.batch"
-    assert open_source("Ant-v5").path()[0] == "threads"
+    assert open_source("Ant-v5").path()[0] == "mujoco.batch"
     assert open_source("Pendulum-v1").path()[0] == "gymnasium"
     assert open_source("HalfCheetah-v5", {"forward_reward_weight": 2}).path()[0] == "gymnasium"
     assert open_source(lambda: gymnasium.make("HalfCheetah-v5")).path()[0] == "gymnasium"

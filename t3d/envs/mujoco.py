@@ -2,8 +2,8 @@
 
 Gymnasium makes one environment, for the model, the numbers in the rewards and every reset; only stepping is done
 here. A task below gives observation, reward and termination for all N at once, with the operations and in the order
-of Gymnasium's class, because a sum in another order rounds differently. `benchmarks/environments.py --exact` compares
-the two, and so does a test.
+of Gymnasium's class, because a sum in another order rounds differently. `t3d doctor` compares the two, and so does a
+test.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ class Simulations:
     """N simulations of one model, as the tasks see them: live arrays with a leading axis N."""
 
     def __init__(self, env: Any, count: int, threads: int) -> None:
+        import mujoco
         from mujoco.batch import Batch
 
         self.env = env  # Gymnasium's own environment, unwrapped: its model and its numbers
@@ -31,17 +32,25 @@ class Simulations:
         self.qpos: Array = self._batch.bind("qpos")
         self.qvel: Array = self._batch.bind("qvel")
         self.ctrl: Array = self._batch.bind("ctrl")
-        self.time: Array = self._batch.bind("time")
-        self._bodies: dict[str, Array] = {}
+        self.clock: Array = self._batch.bind("time").reshape(-1)
+        self._scratch = mujoco.MjData(env.model)
+        self._forces = np.zeros((count, *self._scratch.cfrc_ext.shape))
+        self._add_forces = mujoco.mj_rnePostConstraint
 
     def bind(self, field: str) -> Array:
         return self._batch.bind(field)
 
-    def body(self, name: str) -> Array:
+    def body(self, name: str | int) -> Array:
         """(N, 3) positions of a body."""
-        if name not in self._bodies:
-            self._bodies[name] = self._batch.bind("xpos")[:, self.env.model.body(name).id]
-        return self._bodies[name]
+        return self._batch.bind("xpos")[:, self.env.model.body(name).id]
+
+    def contact_forces(self) -> Array:
+        """(N, bodies, 6) `cfrc_ext`, which a batch does not compute: one by one, from each simulation's whole data."""
+        for i in range(len(self._forces)):
+            self._batch.get_data(i, self._scratch)
+            self._add_forces(self.env.model, self._scratch)
+            self._forces[i] = self._scratch.cfrc_ext
+        return self._forces
 
     def step(self, ids: NDArray[np.int32] | None) -> None:
         self._batch.step(ids, nstep=self.env.frame_skip)
@@ -57,124 +66,223 @@ class Simulations:
 class Task:
     """Observation, reward and end of one kind of task."""
 
+    ends = True  # whether it ever terminates
+
     def __init__(self, sims: Simulations) -> None:
         self.sims, self.env = sims, sims.env
+        self.qpos, self.qvel = sims.qpos, sims.qvel
 
     def before(self) -> Any:
         """What the reward needs to know from before the step."""
         return None
 
     def obs(self) -> Array:
-        return np.concatenate([self.sims.qpos, self.sims.qvel], 1)
+        return np.concatenate([self.qpos, self.qvel], 1)
 
-    def reward(self, action: Floats, before: Any, terminated: Flags) -> Array:
+    def reward(self, action: Floats, before: Any) -> Array:
         raise NotImplementedError
 
-    def terminated(self, obs: Array) -> Flags:
-        return np.zeros(len(obs), bool)
+    def terminated(self) -> Flags:
+        raise NotImplementedError
 
 
-class Runner(Task):
-    """HalfCheetah and Swimmer: forward is good, effort costs."""
+class HalfCheetah(Task):
+    """Forward is good, effort costs."""
 
-    hidden = 1  # positions that are not observed
+    ends = False
+    unseen = 1  # positions that are not observed
+
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.x = self.qpos[:, 0]
+        self.seen = self.qpos[:, self.unseen :]
 
     def before(self) -> Array:
-        return self.sims.qpos[:, 0].copy()
+        return self.x.copy()
 
     def obs(self) -> Array:
-        return np.concatenate([self.sims.qpos[:, self.hidden :], self.sims.qvel], 1)
+        return np.concatenate([self.seen, self.qvel], 1)
 
     def forward_reward(self, before: Array) -> Array:
-        velocity: Array = (self.sims.qpos[:, 0] - before) / self.sims.dt
-        return self.env._forward_reward_weight * velocity
+        return self.env._forward_reward_weight * ((self.x - before) / self.sims.dt)
 
     def control_cost(self, action: Floats) -> NDArray[Any]:
-        return self.env._ctrl_cost_weight * np.square(action).sum(1)
+        return self.env._ctrl_cost_weight * np.add.reduce(np.square(action), 1)
 
-    def reward(self, action: Floats, before: Array, terminated: Flags) -> Array:
+    def reward(self, action: Floats, before: Array) -> Array:
         return self.forward_reward(before) - self.control_cost(action)
 
 
-class Swimmer(Runner):
-    hidden = 2
+class Swimmer(HalfCheetah):
+    unseen = 2
 
 
-class Walker2d(Runner):
-    """Walker2d and Hopper: and staying upright is good."""
+class Walker2d(HalfCheetah):
+    """And staying upright is good."""
+
+    ends = True
 
     def obs(self) -> Array:
-        return np.concatenate([self.sims.qpos[:, 1:], np.clip(self.sims.qvel, -10, 10)], 1)
+        return np.concatenate([self.seen, np.clip(self.qvel, -10, 10)], 1)
 
     def healthy(self) -> Flags:
-        z, angle = self.sims.qpos[:, 1], self.sims.qpos[:, 2]
+        z, angle = self.qpos[:, 1], self.qpos[:, 2]
         low_z, high_z = self.env._healthy_z_range
         low_angle, high_angle = self.env._healthy_angle_range
         return (low_z < z) & (z < high_z) & (low_angle < angle) & (angle < high_angle)
 
-    def reward(self, action: Floats, before: Array, terminated: Flags) -> Array:
+    def reward(self, action: Floats, before: Array) -> Array:
         alive = self.healthy() * self.env._healthy_reward
         return self.forward_reward(before) + alive - self.control_cost(action)
 
-    def terminated(self, obs: Array) -> Flags:
+    def terminated(self) -> Flags:
         return ~self.healthy() & self.env._terminate_when_unhealthy
 
 
 class Hopper(Walker2d):
     def healthy(self) -> Flags:
-        state = np.concatenate([self.sims.qpos[:, 2:], self.sims.qvel], 1)
+        state = np.concatenate([self.qpos[:, 2:], self.qvel], 1)
         low, high = self.env._healthy_state_range
         return super().healthy() & np.logical_and(low < state, state < high).all(1)
 
 
-class Reacher(Task):
-    def obs(self) -> Array:
-        theta, qpos, qvel = self.sims.qpos[:, :2], self.sims.qpos, self.sims.qvel
-        away = self.sims.body("fingertip") - self.sims.body("target")
-        return np.concatenate([np.cos(theta), np.sin(theta), qpos[:, 2:], qvel[:, :2], away[:, :2]], 1)
+class Ant(Walker2d):
+    """And the ground's pushes are felt, and cost."""
 
-    def reward(self, action: Floats, before: Any, terminated: Flags) -> Array:
-        near = -lengths(self.sims.body("fingertip") - self.sims.body("target")) * self.env._reward_dist_weight
+    unseen = 2
+
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.x = sims.body(self.env._main_body)[:, 0]
+        self.forces = np.zeros(0)
+
+    def obs(self) -> Array:
+        # Read here and used in the reward too: a step asks for the observation first.
+        self.forces = np.clip(self.sims.contact_forces(), *self.env._contact_force_range)
+        return np.concatenate([self.seen, self.qvel, self.forces[:, 1:].reshape(len(self.x), -1)], 1)
+
+    def healthy(self) -> Flags:
+        low, high = self.env._healthy_z_range
+        finite = np.isfinite(self.qpos).all(1) & np.isfinite(self.qvel).all(1)
+        return finite & (low <= self.qpos[:, 2]) & (self.qpos[:, 2] <= high)
+
+    def reward(self, action: Floats, before: Array) -> Array:
+        forward = (self.x - before) / self.sims.dt * self.env._forward_reward_weight
+        alive = self.healthy() * self.env._healthy_reward
+        contact = self.env._contact_cost_weight * total(np.square(self.forces))
+        return forward + alive - (self.control_cost(action) + contact)
+
+
+class HumanoidStandup(Task):
+    """Height is good, effort and impacts cost."""
+
+    ends = False
+
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.inertia, self.velocity = sims.bind("cinert"), sims.bind("cvel")
+        self.actuator = sims.bind("qfrc_actuator")
+        self.forces = np.zeros(0)
+
+    def obs(self) -> Array:
+        self.forces = self.sims.contact_forces()
+        bodies = (part[:, 1:].reshape(len(part), -1) for part in (self.inertia, self.velocity))
+        contact = self.forces[:, 1:].reshape(len(self.forces), -1)
+        return np.concatenate([self.qpos[:, 2:], self.qvel, *bodies, self.actuator[:, 6:], contact], 1)
+
+    def control_cost(self) -> Array:
+        return self.env._ctrl_cost_weight * np.square(self.sims.ctrl).sum(1)
+
+    def reward(self, action: Floats, before: Any) -> Array:
+        up = (self.qpos[:, 2] - 0) / self.env.model.opt.timestep
+        impact = self.env._impact_cost_weight * total(np.square(self.forces))
+        return up - self.control_cost() - np.clip(impact, *self.env._impact_cost_range) + 1
+
+
+class Humanoid(HumanoidStandup):
+    """Walking: forward and upright are good."""
+
+    ends = True
+
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.centers, self.masses = sims.bind("xipos"), self.env.model.body_mass
+
+    def before(self) -> Array:
+        """x of the centre of mass; with `einsum`, one by one, as Gymnasium adds it up."""
+        sums = [np.einsum("b,bj->j", self.masses, center) for center in self.centers]
+        return (np.array(sums) / self.masses.sum())[:, 0]
+
+    def healthy(self) -> Flags:
+        low, high = self.env._healthy_z_range
+        return (low < self.qpos[:, 2]) & (self.qpos[:, 2] < high)
+
+    def reward(self, action: Floats, before: Array) -> Array:
+        forward = self.env._forward_reward_weight * ((self.before() - before) / self.sims.dt)
+        contact = self.env._contact_cost_weight * total(np.square(self.forces))
+        costs = self.control_cost() + np.clip(contact, *self.env._contact_cost_range)
+        return forward + self.healthy() * self.env._healthy_reward - costs
+
+    def terminated(self) -> Flags:
+        return ~self.healthy() & self.env._terminate_when_unhealthy
+
+
+class Reacher(Task):
+    ends = False
+
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.tip, self.goal = sims.body("fingertip"), sims.body("target")
+
+    def obs(self) -> Array:
+        theta, away = self.qpos[:, :2], self.tip - self.goal
+        parts = [np.cos(theta), np.sin(theta), self.qpos[:, 2:], self.qvel[:, :2], away[:, :2]]
+        return np.concatenate(parts, 1)
+
+    def reward(self, action: Floats, before: Any) -> Array:
+        near = -lengths(self.tip - self.goal) * self.env._reward_dist_weight
         return near + -np.square(action).sum(1) * self.env._reward_control_weight
 
 
 class Pusher(Task):
-    def obs(self) -> Array:
-        sims = self.sims
-        bodies = [sims.body("tips_arm"), sims.body("object"), sims.body("goal")]
-        return np.concatenate([sims.qpos[:, :7], sims.qvel[:, :7], *bodies], 1)
+    ends = False
 
-    def reward(self, action: Floats, before: Any, terminated: Flags) -> Array:
-        thing = self.sims.body("object")
-        near = -lengths(thing - self.sims.body("tips_arm")) * self.env._reward_near_weight
-        dist = -lengths(thing - self.sims.body("goal")) * self.env._reward_dist_weight
-        ctrl = -np.square(action).sum(1) * self.env._reward_control_weight
-        return dist + ctrl + near
+    def __init__(self, sims: Simulations) -> None:
+        super().__init__(sims)
+        self.tip, self.thing, self.goal = (sims.body(name) for name in ("tips_arm", "object", "goal"))
+
+    def obs(self) -> Array:
+        return np.concatenate([self.qpos[:, :7], self.qvel[:, :7], self.tip, self.thing, self.goal], 1)
+
+    def reward(self, action: Floats, before: Any) -> Array:
+        near = -lengths(self.thing - self.tip) * self.env._reward_near_weight
+        dist = -lengths(self.thing - self.goal) * self.env._reward_dist_weight
+        return dist + -np.square(action).sum(1) * self.env._reward_control_weight + near
 
 
 class InvertedPendulum(Task):
-    def terminated(self, obs: Array) -> Flags:
-        return ~np.isfinite(obs).all(1) | (np.abs(obs[:, 1]) > 0.2)
+    def terminated(self) -> Flags:
+        return ~np.isfinite(self.obs()).all(1) | (np.abs(self.qpos[:, 1]) > 0.2)
 
-    def reward(self, action: Floats, before: Any, terminated: Flags) -> Array:
-        return (~terminated).astype(np.float64)
+    def reward(self, action: Floats, before: Any) -> Array:
+        return (~self.terminated()).astype(np.float64)
 
 
 class InvertedDoublePendulum(Task):
     def __init__(self, sims: Simulations) -> None:
         super().__init__(sims)
-        self.tip, self.force = sims.bind("site_xpos"), sims.bind("qfrc_constraint")
+        self.tip, self.force = sims.bind("site_xpos")[:, 0], sims.bind("qfrc_constraint")
 
     def obs(self) -> Array:
-        qpos, qvel = self.sims.qpos, self.sims.qvel
-        clipped = [np.clip(qvel, -10, 10), np.clip(self.force, -10, 10)[:, :1]]
-        return np.concatenate([qpos[:, :1], np.sin(qpos[:, 1:]), np.cos(qpos[:, 1:]), *clipped], 1)
+        angles = self.qpos[:, 1:]
+        clipped = [np.clip(self.qvel, -10, 10), np.clip(self.force, -10, 10)[:, :1]]
+        return np.concatenate([self.qpos[:, :1], np.sin(angles), np.cos(angles), *clipped], 1)
 
-    def terminated(self, obs: Array) -> Flags:
-        return self.tip[:, 0, 2] <= 1
+    def terminated(self) -> Flags:
+        return self.tip[:, 2] <= 1
 
-    def reward(self, action: Floats, before: Any, terminated: Flags) -> Array:
-        rows = zip(self.tip[:, 0, 0], self.tip[:, 0, 2], *self.sims.qvel[:, 1:3].T, terminated, strict=True)
+    def reward(self, action: Floats, before: Any) -> Array:
+        rows = zip(self.tip[:, 0], self.tip[:, 2], *self.qvel[:, 1:3].T, self.terminated(), strict=True)
         return np.array([self._reward(*row) for row in rows])
 
     def _reward(self, x: Any, y: Any, v1: Any, v2: Any, over: Any) -> Any:
@@ -189,19 +297,27 @@ def lengths(vectors: Array) -> Array:
     return np.array([np.linalg.norm(vector) for vector in vectors])
 
 
-TASKS: dict[str, Callable[[Simulations], Task]] = {
-    "HalfCheetah-v5": Runner,
-    "Hopper-v5": Hopper,
-    "InvertedDoublePendulum-v5": InvertedDoublePendulum,
-    "InvertedPendulum-v5": InvertedPendulum,
-    "Pusher-v5": Pusher,
-    "Reacher-v5": Reacher,
-    "Swimmer-v5": Swimmer,
-    "Walker2d-v5": Walker2d,
-}
+def total(tables: Array) -> Array:
+    """`np.sum` of each table of (N, rows, columns), in the order of its memory."""
+    return tables.reshape(len(tables), -1).sum(1)
 
-# They observe contact forces (cfrc_ext), which a batch does not compute: Gymnasium's own class, on threads.
-THREADED = ("Ant-v5", "Humanoid-v5", "HumanoidStandup-v5")
+
+TASKS: dict[str, Callable[[Simulations], Task]] = {
+    f"{task.__name__}-v5": task
+    for task in (
+        Ant,
+        HalfCheetah,
+        Hopper,
+        Humanoid,
+        HumanoidStandup,
+        InvertedDoublePendulum,
+        InvertedPendulum,
+        Pusher,
+        Reacher,
+        Swimmer,
+        Walker2d,
+    )
+}
 
 
 class MujocoBatch:
@@ -222,6 +338,9 @@ class MujocoBatch:
         self._task = TASKS[env.spec.id](self._sims)
         self._episode, self._length = np.full(count, -1), np.zeros(count, np.int64)
         self._obs = np.zeros((count, self.obs_dim), np.float32)
+        # What most steps answer: nobody ended, everybody moved. Shared, so nobody may write to them.
+        self._no, self._yes = np.zeros(count, bool), np.ones(count, bool)
+        self._no.flags.writeable = self._yes.flags.writeable = False
 
     def reset(self) -> Floats:
         for i in range(self.count):
@@ -237,29 +356,34 @@ class MujocoBatch:
         self._obs[i] = obs
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
-        sims = self._sims
-        to_env: Floats = self.actions.to_env(np.asarray(actions))
-        valid = np.ones(self.count, bool) if active is None else active.copy()
-        ids = None if active is None else np.flatnonzero(active).astype(np.int32)
-        before, clock = self._task.before(), sims.time.reshape(-1).copy()
-        sims.ctrl[:] = to_env
-        sims.step(ids)
-        self._length += valid
-        obs = self._task.obs()
-        terminated = self._task.terminated(obs) & valid
-        reward: Array = np.where(valid, self._task.reward(to_env, before, terminated), 0.0)
-        truncated = (self._length >= self._limit) & valid
-        final_obs: Floats = np.where(valid[:, None], obs, self._obs).astype(np.float32)
-        # A simulation that went bad begins anew by itself, and its clock with it.
-        broke_down = valid & (sims.time.reshape(-1) < clock + 0.5 * sims.dt)
-        if broke_down.any():
-            self.cut += int(broke_down.sum())
-            final_obs[broke_down], reward[broke_down] = self._obs[broke_down], 0.0
-            terminated &= ~broke_down
-            truncated |= broke_down
-            valid &= ~broke_down
+        sims, task = self._sims, self._task
+        played: Floats = self.actions.to_env(actions)
+        before = task.before()
+        sims.ctrl[...] = played
+        sims.step(None if active is None else np.flatnonzero(active).astype(np.int32))
+        self._length += 1 if active is None else active
+        obs = task.obs().astype(np.float32)
+        reward = task.reward(played, before)
+        terminated = task.terminated() if task.ends else self._no
+        # A simulation that goes bad begins anew by itself, and its clock with it.
+        late = (self._length - 0.5) * sims.dt > sims.clock
+        if active is None and not np.count_nonzero(terminated | late | (self._length >= self._limit)):
+            refuse_unlearnable(self._where, obs, reward)
+            self._obs = obs
+            return Moved(obs, reward, self._no, self._no, obs, self._yes)
+        return self._ended(obs, reward, terminated, late, self._yes if active is None else active)
+
+    def _ended(self, obs: Floats, reward: Array, terminated: Flags, late: Flags, active: Flags) -> Moved:
+        """The rest of a step in which some episodes end, some simulation broke down, or not all were to move."""
+        broke_down = active & late
+        self.cut += int(broke_down.sum())
+        valid = active & ~broke_down
+        final_obs = np.where(valid[:, None], obs, self._obs)
+        reward = np.where(valid, reward, 0.0)
+        terminated = terminated & valid
+        truncated = (self._length >= self._limit) & active | broke_down
         refuse_unlearnable(self._where, final_obs, reward)
-        self._obs[:] = final_obs
+        self._obs = final_obs.copy()
         for i in np.flatnonzero(terminated | truncated):
             self._reset_one(int(i))
         return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)

@@ -1,9 +1,6 @@
 """Where one environment of a batch lives: in this process, or in a worker. A batch only sees these calls."""
 
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium
@@ -40,11 +37,11 @@ class Slot(Protocol):
 
 
 class LocalSlot:
-    """An environment in this process; with a pool its steps run on threads, for simulations that let go of the GIL."""
+    """An environment in this process."""
 
-    def __init__(self, env: "gymnasium.Env[Any, Any]", pool: ThreadPoolExecutor | None = None) -> None:
-        self._env, self._pool = env, pool
-        self._call: Callable[[], Stepped] | None = None
+    def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
+        self._env = env
+        self._action: Any = None
 
     def reset(self, seed: int) -> Any:
         try:
@@ -53,16 +50,12 @@ class LocalSlot:
             raise Raised(said(problem)) from problem
 
     def begin(self, action: NDArray[Any]) -> None:
-        self._call = partial(self._step, action) if self._pool is None else self._pool.submit(self._step, action).result
+        self._action = action
 
     def end(self) -> Stepped:
-        assert self._call is not None
-        return self._call()
-
-    def _step(self, action: NDArray[Any]) -> Stepped:
         before = self_resets(self._env)
         try:
-            obs, reward, terminated, truncated, _ = self._env.step(action)
+            obs, reward, terminated, truncated, _ = self._env.step(self._action)
         except Exception as problem:
             raise Raised(said(problem)) from problem
         return Stepped(obs, reward, bool(terminated), bool(truncated), self_resets(self._env) > before)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakSet
@@ -14,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, flat_size
-from t3d.envs.mujoco import TASKS, THREADED, MujocoBatch
+from t3d.envs.mujoco import TASKS, MujocoBatch
 from t3d.envs.slots import LocalSlot, Slot, said
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
@@ -22,7 +21,7 @@ from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
-Path = Literal["mujoco.batch", "threads", "gymnasium"]
+Path = Literal["mujoco.batch", "gymnasium"]
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,8 @@ class Source:
         if self.from_python:
             return "gymnasium", "it is made by a function in Python"
         plain = str(self.env).rpartition(":")[2]
-        if plain not in TASKS and plain not in THREADED:
+        if plain not in TASKS:
             return "gymnasium", "there is no faster path for it"
-        if plain in THREADED:
-            return "threads", "it reads contact forces, which mujoco.batch does not compute"
         if self.args:
             return "gymnasium", "it has arguments of its own"
         try:
@@ -130,8 +127,7 @@ class Source:
         elif path == "mujoco.batch":
             return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
-            pool = ThreadPoolExecutor(threads) if path == "threads" and threads > 1 else None
-            slots = [LocalSlot(env, pool) for env in (first, *(self.one() for _ in range(count - 1)))]
+            slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
 
 
