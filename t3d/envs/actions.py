@@ -48,8 +48,10 @@ class ActionRange:
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         """(N, A) in [−1, 1] -> (N, *shape) in the environment's units; ±1 are exactly the bounds."""
-        t = (np.asarray(action, self.low.dtype).reshape(-1, *self.low.shape) + 1) / 2
+        given: NDArray[Any] = np.asarray(action, self.low.dtype).reshape(-1, *self.low.shape)
         if self._unit:
-            return (t - 1) + t  # the same numbers as below, in fewer operations
+            return given
+        t = (given + 1) / 2
         # low + t · (high − low) would miss `high` by a rounding.
-        return np.clip(self.low * (1 - t) + self.high * t, self.low, self.high)
+        mapped: NDArray[Any] = np.clip(self.low * (1 - t) + self.high * t, self.low, self.high)
+        return mapped

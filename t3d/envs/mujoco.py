@@ -37,6 +37,10 @@ class Simulations:
         self._forces = np.zeros((count, *self._scratch.cfrc_ext.shape))
         self._add_forces = mujoco.mj_rnePostConstraint
 
+    def total_time(self) -> float:
+        """All clocks added up."""
+        return self.clock.item() if len(self.clock) == 1 else float(np.add.reduce(self.clock))
+
     def bind(self, field: str) -> Array:
         return self._batch.bind(field)
 
@@ -76,8 +80,8 @@ class Task:
         """What the reward needs to know from before the step."""
         return None
 
-    def obs(self) -> Array:
-        return np.concatenate([self.qpos, self.qvel], 1)
+    def obs(self) -> Floats:
+        return join([self.qpos, self.qvel])
 
     def reward(self, action: Floats, before: Any) -> Array:
         raise NotImplementedError
@@ -100,17 +104,21 @@ class HalfCheetah(Task):
     def before(self) -> Array:
         return self.x.copy()
 
-    def obs(self) -> Array:
-        return np.concatenate([self.seen, self.qvel], 1)
+    def obs(self) -> Floats:
+        return join([self.seen, self.qvel])
 
     def forward_reward(self, before: Array) -> Array:
-        return self.env._forward_reward_weight * ((self.x - before) / self.sims.dt)
+        velocity: Array = self.x - before
+        velocity /= self.sims.dt
+        return velocity if self.env._forward_reward_weight == 1 else self.env._forward_reward_weight * velocity
 
     def control_cost(self, action: Floats) -> NDArray[Any]:
-        return self.env._ctrl_cost_weight * np.add.reduce(np.square(action), 1)
+        return self.env._ctrl_cost_weight * np.add.reduce(action * action, 1)
 
     def reward(self, action: Floats, before: Array) -> Array:
-        return self.forward_reward(before) - self.control_cost(action)
+        reward = self.forward_reward(before)
+        reward -= self.control_cost(action)
+        return reward
 
 
 class Swimmer(HalfCheetah):
@@ -122,8 +130,8 @@ class Walker2d(HalfCheetah):
 
     ends = True
 
-    def obs(self) -> Array:
-        return np.concatenate([self.seen, np.clip(self.qvel, -10, 10)], 1)
+    def obs(self) -> Floats:
+        return join([self.seen, np.clip(self.qvel, -10, 10)])
 
     def healthy(self) -> Flags:
         z, angle = self.qpos[:, 1], self.qpos[:, 2]
@@ -156,10 +164,10 @@ class Ant(Walker2d):
         self.x = sims.body(self.env._main_body)[:, 0]
         self.forces = np.zeros(0)
 
-    def obs(self) -> Array:
+    def obs(self) -> Floats:
         # Read here and used in the reward too: a step asks for the observation first.
         self.forces = np.clip(self.sims.contact_forces(), *self.env._contact_force_range)
-        return np.concatenate([self.seen, self.qvel, self.forces[:, 1:].reshape(len(self.x), -1)], 1)
+        return join([self.seen, self.qvel, self.forces[:, 1:].reshape(len(self.x), -1)])
 
     def healthy(self) -> Flags:
         low, high = self.env._healthy_z_range
@@ -184,11 +192,11 @@ class HumanoidStandup(Task):
         self.actuator = sims.bind("qfrc_actuator")
         self.forces = np.zeros(0)
 
-    def obs(self) -> Array:
+    def obs(self) -> Floats:
         self.forces = self.sims.contact_forces()
         bodies = (part[:, 1:].reshape(len(part), -1) for part in (self.inertia, self.velocity))
         contact = self.forces[:, 1:].reshape(len(self.forces), -1)
-        return np.concatenate([self.qpos[:, 2:], self.qvel, *bodies, self.actuator[:, 6:], contact], 1)
+        return join([self.qpos[:, 2:], self.qvel, *bodies, self.actuator[:, 6:], contact])
 
     def control_cost(self) -> Array:
         return self.env._ctrl_cost_weight * np.square(self.sims.ctrl).sum(1)
@@ -234,10 +242,10 @@ class Reacher(Task):
         super().__init__(sims)
         self.tip, self.goal = sims.body("fingertip"), sims.body("target")
 
-    def obs(self) -> Array:
+    def obs(self) -> Floats:
         theta, away = self.qpos[:, :2], self.tip - self.goal
         parts = [np.cos(theta), np.sin(theta), self.qpos[:, 2:], self.qvel[:, :2], away[:, :2]]
-        return np.concatenate(parts, 1)
+        return join(parts)
 
     def reward(self, action: Floats, before: Any) -> Array:
         near = -lengths(self.tip - self.goal) * self.env._reward_dist_weight
@@ -251,8 +259,8 @@ class Pusher(Task):
         super().__init__(sims)
         self.tip, self.thing, self.goal = (sims.body(name) for name in ("tips_arm", "object", "goal"))
 
-    def obs(self) -> Array:
-        return np.concatenate([self.qpos[:, :7], self.qvel[:, :7], self.tip, self.thing, self.goal], 1)
+    def obs(self) -> Floats:
+        return join([self.qpos[:, :7], self.qvel[:, :7], self.tip, self.thing, self.goal])
 
     def reward(self, action: Floats, before: Any) -> Array:
         near = -lengths(self.thing - self.tip) * self.env._reward_near_weight
@@ -262,7 +270,8 @@ class Pusher(Task):
 
 class InvertedPendulum(Task):
     def terminated(self) -> Flags:
-        return ~np.isfinite(self.obs()).all(1) | (np.abs(self.qpos[:, 1]) > 0.2)
+        finite = np.isfinite(self.qpos).all(1) & np.isfinite(self.qvel).all(1)
+        return ~finite | (np.abs(self.qpos[:, 1]) > 0.2)
 
     def reward(self, action: Floats, before: Any) -> Array:
         return (~self.terminated()).astype(np.float64)
@@ -273,10 +282,10 @@ class InvertedDoublePendulum(Task):
         super().__init__(sims)
         self.tip, self.force = sims.bind("site_xpos")[:, 0], sims.bind("qfrc_constraint")
 
-    def obs(self) -> Array:
+    def obs(self) -> Floats:
         angles = self.qpos[:, 1:]
         clipped = [np.clip(self.qvel, -10, 10), np.clip(self.force, -10, 10)[:, :1]]
-        return np.concatenate([self.qpos[:, :1], np.sin(angles), np.cos(angles), *clipped], 1)
+        return join([self.qpos[:, :1], np.sin(angles), np.cos(angles), *clipped])
 
     def terminated(self) -> Flags:
         return self.tip[:, 2] <= 1
@@ -290,6 +299,11 @@ class InvertedDoublePendulum(Task):
         distance = 0.01 * x**2 + (y - 2) ** 2
         speed = 1e-3 * v1**2 + 5e-3 * v2**2
         return self.env._healthy_reward * int(not over) - distance - speed
+
+
+def join(parts: list[Array]) -> Floats:
+    """Parts of an observation side by side, in float32."""
+    return np.concatenate(parts, 1, dtype=np.float32, casting="same_kind")
 
 
 def lengths(vectors: Array) -> Array:
@@ -336,7 +350,10 @@ class MujocoBatch:
         self._env, self._limit, self._episode_seed = env, env.spec.max_episode_steps, episode_seed
         self._sims = Simulations(env.unwrapped, count, threads)
         self._task = TASKS[env.spec.id](self._sims)
-        self._episode, self._length = np.full(count, -1), np.zeros(count, np.int64)
+        self._episode, self._began = np.full(count, -1), np.zeros(count, np.int64)
+        self._now = 0  # steps so far; an episode's length is this less the step it began at
+        self._soonest = 0  # when the first episode under way reaches its limit
+        self._all_began = 0  # the steps they began at, added up
         self._obs = np.zeros((count, self.obs_dim), np.float32)
         # What most steps answer: nobody ended, everybody moved. Shared, so nobody may write to them.
         self._no, self._yes = np.zeros(count, bool), np.ones(count, bool)
@@ -345,11 +362,19 @@ class MujocoBatch:
     def reset(self) -> Floats:
         for i in range(self.count):
             self._reset_one(i)
+        self._count_steps()
         return self._obs.copy()
+
+    @property
+    def _length(self) -> NDArray[np.int64]:
+        return self._now - self._began
+
+    def _count_steps(self) -> None:
+        self._soonest, self._all_began = int(self._began.min()) + self._limit, int(self._began.sum())
 
     def _reset_one(self, i: int) -> None:
         self._episode[i] += 1
-        self._length[i] = 0
+        self._began[i] = self._now
         obs, _ = self._env.reset(seed=self._episode_seed(i, int(self._episode[i])))
         data = self._sims.env.data
         self._sims.place(i, data.qpos, data.qvel)
@@ -361,21 +386,25 @@ class MujocoBatch:
         before = task.before()
         sims.ctrl[...] = played
         sims.step(None if active is None else np.flatnonzero(active).astype(np.int32))
-        self._length += 1 if active is None else active
-        obs = task.obs().astype(np.float32)
+        self._now += 1
+        if active is not None:
+            self._began[~active] += 1  # they stand still
+        obs = task.obs()
         reward = task.reward(played, before)
         terminated = task.terminated() if task.ends else self._no
-        # A simulation that goes bad begins anew by itself, and its clock with it.
-        late = (self._length - 0.5) * sims.dt > sims.clock
-        if active is None and not np.count_nonzero(terminated | late | (self._length >= self._limit)):
-            refuse_unlearnable(self._where, obs, reward)
-            self._obs = obs
-            return Moved(obs, reward, self._no, self._no, obs, self._yes)
-        return self._ended(obs, reward, terminated, late, self._yes if active is None else active)
+        if active is None:
+            # Is anything out of the ordinary? One look for all of them, because most steps are not.
+            on_time = sims.total_time() > (self._now * self.count - self._all_began - 0.5) * sims.dt
+            if self._now < self._soonest and on_time and not (task.ends and np.count_nonzero(terminated)):
+                refuse_unlearnable(self._where, obs)  # the reward is made of the same numbers
+                self._obs = obs
+                return Moved(obs, reward, self._no, self._no, obs, self._yes)
+        return self._ended(obs, reward, terminated, self._yes if active is None else active)
 
-    def _ended(self, obs: Floats, reward: Array, terminated: Flags, late: Flags, active: Flags) -> Moved:
+    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags) -> Moved:
         """The rest of a step in which some episodes end, some simulation broke down, or not all were to move."""
-        broke_down = active & late
+        # A simulation that goes bad begins anew by itself, and its clock with it.
+        broke_down = active & (self._sims.clock < (self._length - 0.5) * self._sims.dt)
         self.cut += int(broke_down.sum())
         valid = active & ~broke_down
         final_obs = np.where(valid[:, None], obs, self._obs)
@@ -386,6 +415,7 @@ class MujocoBatch:
         self._obs = final_obs.copy()
         for i in np.flatnonzero(terminated | truncated):
             self._reset_one(int(i))
+        self._count_steps()
         return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def _where(self, i: int) -> str:
