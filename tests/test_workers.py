@@ -1,14 +1,19 @@
-"""Worker processes that are killed or hang: the run goes on, nothing false is stored, losses are counted exactly."""
+"""Worker processes that are killed or hang: the run goes on, nothing false is stored, losses are counted exactly.
+
+python tests/test_workers.py        50 kills and 10 hangs in one run
+"""
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from counter import Counter
 
 import t3d
-from t3d import T3DError
+from t3d import T3DError, training
 from t3d.envs import open_source
 
 
@@ -96,13 +101,14 @@ def test_closing_ends_the_processes(workers):
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(("kills", "hangs"), [(6, 2)])
-def test_a_run_survives_its_workers(tmp_path, monkeypatch, kills, hangs):
-    """Killed and stopped at random steps, a run trains to its end and has counted every loss."""
-    from t3d import training
+def test_a_run_survives_its_workers(tmp_path, monkeypatch):
+    survive(tmp_path, monkeypatch, kills=6, hangs=2)
 
+
+def survive(tmp_path, monkeypatch, kills, hangs):
+    """Killed and stopped at random steps, a run trains to its end and has counted every loss."""
     source, collect = np.random.default_rng(0), training.collect
-    moments = source.choice(np.arange(20, 380), kills + hangs, replace=False).tolist()
+    moments = source.choice(np.arange(20, 980), kills + hangs, replace=False).tolist()
     when = dict(zip(moments, [True] * kills + [False] * hangs, strict=True))
     done, seen = [], []
 
@@ -117,15 +123,21 @@ def test_a_run_survives_its_workers(tmp_path, monkeypatch, kills, hangs):
 
     monkeypatch.setattr(training, "collect", collect_and_kill)
     run = t3d.train(
-        Counter, steps=800, out=tmp_path / "run", workers=2, num_envs=2, stall_seconds=1.0, random_steps=50,
+        Counter, steps=2000, out=tmp_path / "run", workers=2, num_envs=2, stall_seconds=1.0, random_steps=50,
         hidden=(8, 8), batch_size=8, eval_episodes=1, device="cpu", progress=False,
     )  # fmt: skip
     lost, stored, memory = seen[-1]
     assert len(done) == lost == kills + hangs
-    assert stored == 800 - lost
+    assert stored == 2000 - lost
     lost_rows = [row for row in run.metrics if row["kind"] == "episode" and row["lost"]]
-    assert len(lost_rows) == lost and run.evaluations[-1]["step"] == 800
+    assert len(lost_rows) == lost and run.evaluations[-1]["step"] == 2000
     rows = memory.rows[0, :stored]
     # Every stored transition is one that the environment made: same episode, one step on.
     assert (rows[:, 0] == rows[:, 3]).all() and (rows[:, 4] == rows[:, 1] + 1).all()
     assert (rows[:, 6] == (rows[:, 4] == 10)).all() and np.isfinite(rows.numpy()).all()
+    print(f"{kills} killed, {hangs} stopped, {lost} counted as lost; {stored:,} of 2,000 transitions stored")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        survive(Path(folder), patch, kills=50, hangs=10)
