@@ -88,6 +88,11 @@ def start(
             finally:
                 if run.evaluations:
                     learning_curve(run)
+            if state.envs.lost or state.envs.cut:
+                display.say(
+                    f"{state.envs.lost} worker processes died or hung and were replaced;"
+                    f" {state.envs.cut} episodes were cut because a simulation broke down."
+                )
             if not state.updates.any():
                 display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
     return run

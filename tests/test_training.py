@@ -151,6 +151,13 @@ def test_a_vector_environment_can_be_trained_in(mode, tmp_path):
     assert ended and set(ended) == {200}
 
 
+def test_a_vector_environment_made_by_its_id(tmp_path):
+    vector = gymnasium.make_vec("Pendulum-v1", num_envs=2, vectorization_mode="sync")
+    run = t3d.train(vector, steps=250, random_steps=50, out=tmp_path / "run", **SMALL)
+    config = json.loads((run.path / "config.json").read_text())
+    assert (config["env"], config["callable"], config["num_envs"]) == ("Pendulum-v1", False, 2)
+
+
 def test_a_vector_environment_of_the_wrong_size(tmp_path):
     vector = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 3)
     with pytest.raises(t3d.T3DError, match="has 3 environments, and seeds times num_envs is 2"):

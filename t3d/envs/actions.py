@@ -48,6 +48,8 @@ class ActionRange:
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         """(N, A) in [−1, 1] -> (N, *shape) in the environment's units; ±1 are exactly the bounds."""
+        if self._unit and action.dtype == self.low.dtype and action.ndim == self.low.ndim + 1:
+            return action
         given: NDArray[Any] = np.asarray(action, self.low.dtype).reshape(-1, *self.low.shape)
         if self._unit:
             return given

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -13,7 +14,7 @@ from gymnasium.vector import VectorEnv
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, flat_size
-from t3d.envs.mujoco import TASKS, MujocoBatch
+from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.slots import LocalSlot, Slot, said
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
@@ -78,13 +79,13 @@ class Source:
         if self.from_python:
             return "gymnasium", "it is made by a function in Python"
         plain = str(self.env).rpartition(":")[2]
-        if plain not in TASKS:
+        spec = gymnasium.registry.get(plain)
+        ours = plain in TASKS and spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
+        if not ours:
             return "gymnasium", "there is no faster path for it"
         if self.args:
             return "gymnasium", "it has arguments of its own"
-        try:
-            import mujoco.batch  # noqa: F401
-        except ImportError:
+        if find_spec("mujoco.batch") is None:
             return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
         return "mujoco.batch", "it is bit-identical to Gymnasium there"
 
@@ -121,10 +122,17 @@ class Source:
                 Worker(self.name, self.env, self.args, list(range(k, count, workers)), stall_seconds)
                 for k in range(min(workers, count))
             ]
-            for process in processes:  # they start side by side
-                process.ready()
+            try:
+                for process in processes:  # they start side by side
+                    process.ready()
+            except BaseException:
+                for process in processes:
+                    process.close()
+                raise
             slots = [WorkerSlot(processes[i % workers], i) for i in range(count)]
         elif path == "mujoco.batch":
+            from t3d.envs.mujoco import MujocoBatch  # here, because mujoco is an extra
+
             return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
             slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
@@ -133,14 +141,14 @@ class Source:
 
 def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> Source:
     """A source whose evaluation environments are made as the vector environment's own were, if that can be known."""
+    spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
+    if eval_env is None and spec is not None and spec.id in gymnasium.registry:
+        of_the_vector = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
+        return Source(spec.id, {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}, vector)
     if eval_env is None:
-        spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
-        if makers:
-            eval_env = makers[0]
-        elif spec is not None and spec.id in gymnasium.registry:
-            return Source(spec.id, {k: v for k, v in spec.kwargs.items() if k not in ("num_envs",)}, vector)
-        else:
+        if not makers:
             raise T3DError("evaluations need environments of their own: give t3d.train an eval_env to make them with.")
+        eval_env = makers[0]
     return Source(eval_env, {}, vector)
 
 
