@@ -4,6 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
+import t3d
 from t3d.envs import open_source
 from t3d.envs.exact import first_difference, mujoco_tasks
 
@@ -25,6 +26,15 @@ def test_a_difference_is_noticed(monkeypatch):
         "t3d.envs.mujoco_tasks.HalfCheetah.control_cost", lambda self, action: 0.1 * np.square(action).mean(1)
     )
     assert first_difference(open_source("HalfCheetah-v5"), 20)[0] == "step 1 of environment 0"
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_training_says_nothing_it_should_not(num_envs, tmp_path):
+    knobs = {"steps": 60, "random_steps": 20, "hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu"}
+    run = t3d.train(
+        "Hopper-v5", out=tmp_path / "run", num_envs=num_envs, progress=False, **knobs
+    )  # warnings are errors
+    assert run.evaluations[-1]["step"] == 60
 
 
 def test_which_path_a_task_takes():

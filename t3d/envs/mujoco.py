@@ -111,9 +111,8 @@ class MujocoBatch:
         self._soonest = 0  # when the first episode under way reaches its limit
         self._all_began = 0  # the steps they began at, added up
         self._obs = np.zeros((count, self.obs_dim), np.float32)
-        # What most steps answer: nobody ended, everybody moved. Shared, so nobody may write to them.
+        # What most steps answer: nobody ended, everybody moved. They are handed out again and again: read only.
         self._no, self._yes = np.zeros(count, bool), np.ones(count, bool)
-        self._no.flags.writeable = self._yes.flags.writeable = False
 
     def reset(self) -> Floats:
         for i in range(self.count):
