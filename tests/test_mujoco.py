@@ -7,7 +7,9 @@ import pytest
 import t3d
 from t3d.envs import open_source
 from t3d.envs.exact import first_difference, mujoco_tasks
+from t3d.envs.worker import BAD_STATES
 
+mujoco = pytest.importorskip("mujoco")
 pytest.importorskip("mujoco.batch")
 
 
@@ -77,3 +79,8 @@ def test_rows_that_are_not_active_stand_still():
     moved = envs.step(np.ones((3, 3)), active=np.array([False, True, False]))
     assert moved.valid.tolist() == [False, True, False] and moved.reward[[0, 2]].tolist() == [0, 0]
     assert (moved.obs[[0, 2]] == first[[0, 2]]).all() and (moved.obs[1] != first[1]).any()
+
+
+def test_the_counters_of_bad_states_are_mujocos():
+    kinds = mujoco.mjtWarning
+    assert (kinds.mjWARN_BADQPOS, kinds.mjWARN_BADQVEL, kinds.mjWARN_BADQACC) == BAD_STATES

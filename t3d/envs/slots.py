@@ -40,25 +40,27 @@ class LocalSlot:
     """An environment in this process."""
 
     def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
-        self._env = env
+        self._env, self._resets = env, 0
         self._action: Any = None
 
     def reset(self, seed: int) -> Any:
         try:
-            return self._env.reset(seed=seed)[0]
+            obs = self._env.reset(seed=seed)[0]
         except Exception as problem:
             raise Raised(said(problem)) from problem
+        self._resets = self_resets(self._env)
+        return obs
 
     def begin(self, action: NDArray[Any]) -> None:
         self._action = action
 
     def end(self) -> Stepped:
-        before = self_resets(self._env)
         try:
             obs, reward, terminated, truncated, _ = self._env.step(self._action)
         except Exception as problem:
             raise Raised(said(problem)) from problem
-        return Stepped(obs, reward, bool(terminated), bool(truncated), self_resets(self._env) > before)
+        before, self._resets = self._resets, self_resets(self._env)
+        return Stepped(obs, reward, bool(terminated), bool(truncated), self._resets > before)
 
     def close(self) -> None:
         self._env.close()
