@@ -2,7 +2,8 @@
 
     python benchmarks/environments.py [TASK ...]        by default HalfCheetah-v5 and Ant-v5
 
-Every way is timed for a short while, then the next one, five rounds over; the medians are compared. `one core` is
+Every way is timed for a short while, then the next one, eleven rounds over; a ratio is the median of the rounds' own
+ratios, because a shared machine changes its speed from second to second. `one core` is
 measured pinned to a single core. Results go to benchmarks/results/environments-CORES-cores.json.
 """
 
@@ -72,8 +73,8 @@ def gym_async(task, count):
 WAYS = {"gymnasium": gym_serial, "ours": ours, "fallback": fallback, "async": gym_async}
 
 
-def measure(task, wanted, rounds=5, seconds=0.6):
-    """Microseconds for a step of all environments, the median of interleaved rounds: {name: µs}."""
+def measure(task, wanted, rounds=11, seconds=0.25):
+    """Microseconds for a step of all environments, round by round: {name: [µs, …]}."""
     steps = {f"{way} {count}": WAYS[way](task, count) for way, count in wanted}
     times = {name: [] for name in steps}
     for _ in range(rounds):
@@ -85,7 +86,11 @@ def measure(task, wanted, rounds=5, seconds=0.6):
                     t += 1
                     step(t)
             times[name].append((time.perf_counter() - start) / t * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def ratio(times, slow, fast):
+    return statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True))
 
 
 def pinned(task, wanted):
@@ -111,19 +116,20 @@ def main():
         one = pinned(task, [["gymnasium", 1], ["ours", 1], ["fallback", 1], ["gymnasium", 8], ["ours", 8]])
         wide = measure(task, [["ours", 8], ["async", 8], ["gymnasium", 10], ["ours", 10], ["ours", 100]])
         ratios = {
-            "one environment, one core: ours / gymnasium.make": one["gymnasium 1"] / one["ours 1"],
-            "one environment, one core, behind the contract: ours / fallback": one["fallback 1"] / one["ours 1"],
-            "eight environments, one core: ours / gymnasium.make": one["gymnasium 8"] / one["ours 8"],
-            f"eight environments, {len(CORES)} cores: ours / AsyncVectorEnv": wide["async 8"] / wide["ours 8"],
-            f"ten environments, {len(CORES)} cores: ours / gymnasium.make": wide["gymnasium 10"] / wide["ours 10"],
+            "one environment, one core: ours / gymnasium.make": ratio(one, "gymnasium 1", "ours 1"),
+            "one environment, one core, behind the contract: ours / fallback": ratio(one, "fallback 1", "ours 1"),
+            "eight environments, one core: ours / gymnasium.make": ratio(one, "gymnasium 8", "ours 8"),
+            f"eight environments, {len(CORES)} cores: ours / AsyncVectorEnv": ratio(wide, "async 8", "ours 8"),
+            f"ten environments, {len(CORES)} cores: ours / gymnasium.make": ratio(wide, "gymnasium 10", "ours 10"),
         }
+        one, wide = ({name: statistics.median(values) for name, values in times.items()} for times in (one, wide))
         results[task] = {"one core, µs a step": one, f"{len(CORES)} cores, µs a step": wide, "times as fast": ratios}
         print(f"\n{task} (path: {open_source(task).path()[0]})")
         for title, numbers in (("one core", one), (f"{len(CORES)} cores", wide)):
             for name, value in numbers.items():
                 print(f"  {title:<9} {name:<14} {value:9.1f} µs a step, {value / int(name.split()[1]):7.1f} each")
-        for name, ratio in ratios.items():
-            print(f"  {ratio:5.2f}x  {name}")
+        for name, times in ratios.items():
+            print(f"  {times:5.2f}x  {name}")
     packages = {name: version(name) for name in ("mujoco", "gymnasium", "numpy")}
     where = {"python": platform.python_version(), "cores": len(CORES), "processor": processor(), **packages}
     RESULTS.mkdir(exist_ok=True)

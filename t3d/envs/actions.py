@@ -48,7 +48,10 @@ class ActionRange:
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         """(N, A) in [−1, 1] -> (N, *shape) in the environment's units; ±1 are exactly the bounds."""
-        t: NDArray[Any] = (np.asarray(action, self.low.dtype).reshape(-1, *self.low.shape) + 1) / 2
+        if action.dtype != self.low.dtype or action.ndim != self.low.ndim + 1:
+            action = action.astype(self.low.dtype).reshape(-1, *self.low.shape)
+        t: NDArray[Any] = action + 1
+        t *= 0.5
         if self._unit:
             t += t - 1  # the same numbers as below, in fewer operations
             return t
