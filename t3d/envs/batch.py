@@ -60,7 +60,7 @@ class EnvBatch(Protocol):
 def refuse_unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
     """Name the first observation or reward that is not a finite number: nothing could be learned from it."""
     flat = obs.ravel()
-    if np.dot(flat, flat) < 1e30 and (reward is None or np.dot(reward, reward) < 1e30):
+    if flat.dot(flat) < 1e30 and (reward is None or reward.dot(reward) < 1e30):
         return  # the usual case, told by two products: no number is large, let alone not finite
     if not np.isfinite(obs).all():
         row, column = np.argwhere(~np.isfinite(obs))[0]

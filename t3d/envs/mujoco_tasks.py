@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from t3d.envs.batch import Flags, Floats
 
 Array = NDArray[np.float64]
+FLOAT32 = np.dtype(np.float32)
 
 
 class Simulations(Protocol):
@@ -86,6 +87,7 @@ class HalfCheetah(Task):
         super().__init__(sims)
         self.x = self.qpos[:, 0]
         self.seen = self.qpos[:, self.unseen :]
+        self.weight, self.effort = self.env._forward_reward_weight, self.env._ctrl_cost_weight
 
     def before(self) -> Any:
         # A number costs less than an array of one; NumPy's own, to be of float64 in what follows.
@@ -95,13 +97,16 @@ class HalfCheetah(Task):
         return join([self.seen, self.qvel])
 
     def forward_reward(self, before: Any) -> Any:
-        return self.env._forward_reward_weight * ((self.before() - before) / self.sims.dt)
+        now = self.x[0] if self.sims.count == 1 else self.x
+        return self.weight * ((now - before) / self.sims.dt)
 
-    def control_cost(self, action: Floats) -> NDArray[Any]:
-        return self.env._ctrl_cost_weight * np.add.reduce(action * action, 1)
+    def control_cost(self, action: Floats) -> Any:
+        # For a single one over all axes: the sum is a number then, too.
+        return self.effort * np.add.reduce(action * action, None if self.sims.count == 1 else 1)
 
     def reward(self, action: Floats, before: Array) -> Array:
-        return self.forward_reward(before) - self.control_cost(action)
+        reward = self.forward_reward(before) - self.control_cost(action)
+        return reward if self.sims.count > 1 else np.array([reward])
 
 
 class Swimmer(HalfCheetah):
@@ -286,7 +291,7 @@ class InvertedDoublePendulum(Task):
 
 def join(parts: list[Array]) -> Floats:
     """Parts of an observation side by side, in float32."""
-    return np.concatenate(parts, 1, dtype=np.float32, casting="same_kind")
+    return np.concatenate(parts, 1, None, dtype=FLOAT32, casting="same_kind")
 
 
 def lengths(vectors: Array) -> Array:
