@@ -21,36 +21,42 @@ from t3d.rng import Purpose
 from t3d.steps import Agent, Knobs, Metrics, learn
 
 
-def random_action(agent: Agent, step: int, envs: int, action_dim: int) -> Tensor:
+def random_action(agent: Agent, step: Tensor | int, envs: int, action_dim: int) -> Tensor:
     """Evenly over the whole range [−1, 1), to fill the memory before learning starts: (S, N, A)."""
     dtype = agent.actor["w1"].dtype
     return rng.uniform(agent.seeds, Purpose.RANDOM_ACTION, step, (envs, action_dim), dtype)
 
 
 @torch.no_grad()
-def explore(agent: Agent, obs: Tensor, step: int, noise: float) -> Tensor:
+def explore(agent: Agent, obs: Tensor, step: Tensor | int, noise: float) -> Tensor:
     """clamp(π(s) + noise · ε, ±1), for each environment and dimension its own ε: (S, N, A)."""
     action = networks.actor(agent.actor, obs)
     epsilon = rng.normal(agent.seeds, Purpose.EXPLORATION, step, action.shape[1:], action.dtype)
     return (action + noise * epsilon).clamp(-1, 1)
 
 
+def draw(agent: Agent, batch_size: int, action_dim: int) -> tuple[Tensor, Tensor]:
+    """The random numbers that belong to the next update of each seed: `bits` (S, B) and `noise` (S, B, A)."""
+    bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (batch_size,))
+    shape, dtype = (batch_size, action_dim), agent.actor["w1"].dtype
+    return bits, rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
+
+
 def update(agent: Agent, memory: Replay, batch_size: int, knobs: Knobs, delayed: bool) -> Metrics:
     """Steps 4 to 15 once, on a batch and with noise that belong to this update of this seed."""
-    bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (batch_size,))
-    shape, dtype = (batch_size, memory.action_dim), memory.rows.dtype
-    noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
+    bits, noise = draw(agent, batch_size, memory.action_dim)
     return learn(memory, agent, bits, noise, knobs, delayed)
 
 
 def refuse_divergence(action: NDArray[np.float32], seeds: Sequence[int]) -> None:
     """Say whose networks are no longer finite, before an environment is handed an action (S, N, A) of theirs."""
+    if np.isfinite(action).all():
+        return
     lost = [seed for seed, of_seed in zip(seeds, action, strict=True) if not np.isfinite(of_seed).all()]
-    if lost:
-        raise T3DError(
-            f"the networks of seed {', '.join(map(str, lost))} have diverged: their actions are not finite numbers."
-            " A lower --critic-lr and --actor-lr, or smaller rewards, would help."
-        )
+    raise T3DError(
+        f"the networks of seed {', '.join(map(str, lost))} have diverged: their actions are not finite numbers."
+        " A lower --critic-lr and --actor-lr, or smaller rewards, would help."
+    )
 
 
 def one_seed(agent: Agent, k: int) -> Agent:

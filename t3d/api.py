@@ -1,15 +1,16 @@
 """The Python surface: `t3d.train` and `t3d.load`. The command line calls the same two."""
 
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import closing, contextmanager
+from collections.abc import Sequence, Sized
+from contextlib import closing
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from gymnasium.vector import VectorEnv
 
 from t3d import training
+from t3d.accelerate import CannotCompile, Verbs, hardware
 from t3d.config import PRESETS, Config, Preset, from_values, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
@@ -72,16 +73,17 @@ def start(
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
     name = source.name
     config = settle(config, preset, name, len(seeds))
-    with threads(config.threads):
+    with hardware(config.threads, config.precision):
         state = training.begin(source, seeds, config)
         with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
+            display = Display(config.steps, seeds, quiet=not progress)
+            verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             run.begin(training.describe(source, preset, seeds, config))
-            display = Display(config.steps, seeds, quiet=not progress)
             display.say(headline(name, preset, seeds, config, run))
             try:
                 with display:
-                    training.run(state, evaluator, config, run, display)
+                    training.run(state, verbs, evaluator, config, run, display)
             except KeyboardInterrupt:
                 display.say(f"stopped at step {state.step:,}; what was learned by the last evaluation is in {run.path}")
                 raise
@@ -98,11 +100,24 @@ def start(
     return run
 
 
+def ready(state: training.State, config: Config, display: Display) -> tuple[Verbs, Config]:
+    """The verbs of the loop, and the config with the mode they are in: where nothing can be compiled, `eager`."""
+    if config.accelerate == "compile":
+        display.say("Compiling the update: about a minute the first time, a few seconds after that.")
+        try:
+            return training.warm_up(state, config), config
+        except CannotCompile as error:
+            display.say(f"It cannot be compiled here ({error}). It runs uncompiled: slower, and otherwise the same.")
+            config = replace(config, accelerate="eager")
+    return training.warm_up(state, config), config
+
+
 def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run) -> str:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
+    where += f", {config.precision}, {'compiled' if config.accelerate == 'compile' else config.accelerate}"
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
     when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
     return (
@@ -111,17 +126,6 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run)
         f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
         f"run folder: {run.path}"
     )
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Results depend on how products are split over threads, so a run always uses its own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def load(run: str | Path | Run, seed: int | None = None, which: Which = "best") -> Policy:

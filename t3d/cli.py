@@ -24,6 +24,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 import t3d
 from t3d import api, training
+from t3d.accelerate import hardware
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
 from t3d.display import open_console
 from t3d.envs import open_source
@@ -325,7 +326,7 @@ def played(
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
     with (
-        api.threads(knobs.threads),
+        hardware(knobs.threads, knobs.precision),
         closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
     ):
         if (

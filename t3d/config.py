@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tyro.conf import arg
 
+from t3d.accelerate import choose, refuse_precision
 from t3d.errors import T3DError, nearest
 from t3d.steps import Knobs
 
@@ -62,6 +63,10 @@ class Config(Knobs):
     """Where to learn; auto takes a GPU if there is one."""
     threads: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: by size)")] = AUTO
     """CPU threads for matrix products."""
+    accelerate: Literal["auto", "eager", "compile"] = "auto"
+    """Run the update as it stands or compiled, which takes up to a minute once; auto compiles long runs."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of matrix products alone: tf32 is for GPUs, bf16 for processors and GPUs that have it."""
 
 
 PRESETS: dict[Preset, Config] = {
@@ -168,6 +173,9 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     threads = _threads(config, seeds) if config.threads == AUTO else config.threads
     config = replace(config, steps=steps, random_steps=random_steps, device=device, threads=threads)
     check_ranges(config)
+    if config.accelerate == "auto":
+        config = replace(config, accelerate=choose(device, (steps - random_steps) * config.updates_per_step))
+    refuse_precision(config.precision, device)
     if config.random_steps >= config.steps:
         raise T3DError(
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"

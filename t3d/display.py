@@ -45,6 +45,7 @@ class Display:
             self._live = Live(console=self.console, get_renderable=self._table, refresh_per_second=4)
 
     def __enter__(self) -> "Display":
+        self._started = self._marked = time.perf_counter()
         if self._live:
             self._live.start()
         return self

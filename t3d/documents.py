@@ -53,9 +53,8 @@ class ReplayBuffer:
                 expected = "it should have" if first else "those before it had"
                 raise T3DError(f"the {name} of this transition has {part.size} numbers; {expected} {size}.")
         replay = self._replay = self._replay or self._new_replay(parts)
-        state, next_state, action, reward, done = (torch.tensor(part, dtype=replay.rows.dtype) for part in parts)
-        one = torch.ones(1, 1, dtype=replay.rows.dtype)
-        replay.add(state, action, reward[..., 0], next_state, done[..., 0], one, one.bool())
+        state, next_state, action, reward, done = parts
+        replay.add(state, action, reward[..., 0], next_state, done[..., 0], 1, np.ones((1, 1), bool))
 
     def _new_replay(self, parts: list[NDArray[Any]]) -> Replay:
         """The first transition tells the sizes, and whether states come in single or double precision."""
@@ -251,10 +250,13 @@ class T3D:
         )
         no_bits = torch.empty(0)  # the buffer draws its own
         for update in range(self.updates + 1, self.updates + int(iterations) + 1):
-            memory = _Sampled(*(self._tensor(part) for part in replay_buffer.sample(batch_size)))
-            noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, memory.action.shape, memory.action.dtype)
+            parts = (self._tensor(part)[None] for part in replay_buffer.sample(batch_size))  # one seed: (1, n, …)
+            obs, next_obs, action, reward, done = parts
+            reward, done = reward.flatten(1), done.flatten(1)
+            batch = Batch(obs, action, reward, next_obs, done, torch.full_like(reward, discount))
+            noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, action.shape[1:], action.dtype)
             delayed = steps.is_delayed(update, policy_freq)
-            steps.learn(memory, agent, no_bits, noise, knobs, delayed, self.max_action)
+            steps.learn(batch, agent, no_bits, noise, knobs, delayed, self.max_action)
 
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""
@@ -275,18 +277,6 @@ class T3D:
     def _tensor(self, array: ArrayLike) -> Tensor:
         live = self._agent.actor["w1"]
         return torch.as_tensor(np.asarray(array), dtype=live.dtype, device=live.device)
-
-
-class _Sampled:
-    """[step 4] A batch that the documents' buffer has drawn, as one seed's `Batch`."""
-
-    def __init__(self, states: Tensor, next_states: Tensor, actions: Tensor, rewards: Tensor, dones: Tensor) -> None:
-        self.action = actions
-        self._arrays = (states, actions, rewards.flatten(), next_states, dones.flatten())
-
-    def sample(self, bits: Tensor, gamma: float) -> Batch:
-        obs, action, reward, next_obs, done = (tensor[None] for tensor in self._arrays)
-        return Batch(obs, action, reward, next_obs, done, torch.full_like(reward, gamma))
 
 
 def _sizes(*sizes: Any) -> tuple[int, ...]:

@@ -36,12 +36,12 @@ def first(parameters: Parameters) -> Parameters:
 
 def mlp(parameters: Parameters, x: Tensor) -> Tensor:
     """Linear layers with ReLU between them."""
-    layers = len(parameters) // 2
-    for layer in range(1, layers + 1):
-        x = x @ parameters[f"w{layer}"] + parameters[f"b{layer}"]
-        if layer < layers:
-            x = torch.relu(x)
-    return x
+    last = len(parameters) // 2
+    for layer in range(1, last):
+        x = torch.relu(x @ parameters[f"w{layer}"] + parameters[f"b{layer}"])
+    # Where products are in bfloat16 the last one is not: it would round a value to one part in 256.
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ parameters[f"w{last}"] + parameters[f"b{last}"]
 
 
 def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:

@@ -5,6 +5,7 @@ Every operation is element by element, so twins and seeds ride along as leading 
 """
 
 from dataclasses import dataclass
+from math import log
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ def init_adam(parameters: Parameters, seeds: Tensor) -> AdamState:
 def adam(parameters: Parameters, gradients: Parameters, state: AdamState, lr: float) -> None:
     """w ← w − lr · m̂ / (√v̂ + ε), with the moments' start from zero corrected."""
     state.count += 1
-    # In float64: 1 − 0.999 loses half of its digits in float32.
+    # In float64: 1 − 0.999 loses half of its digits in float32. And βᵗ as exp(t · log β): a compiler computes an
+    # exponential once and keeps it, a power again for each weight.
     count = state.count.double()[:, None, None]  # (S, 1, 1)
-    step = lr / (1 - BETA_1**count)
-    scale = (1 - BETA_2**count).rsqrt()
+    step = lr / (1 - torch.exp(count * log(BETA_1)))
+    scale = (1 - torch.exp(count * log(BETA_2))).rsqrt()
     for name, w in parameters.items():
         g, m, v = gradients[name], state.m[name], state.v[name]
         m.lerp_(g, 1 - BETA_1)

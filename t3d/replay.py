@@ -7,7 +7,8 @@ A transition is one row of numbers, so storing is one write and sampling one gat
 `terminated` is 1 only where the episode truly ended: a row cut off by a time limit keeps 0 and its true last
 observation. `span` is how many environment steps the row covers; the batch carries `discount` = γ^span.
 
-Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1, width), head and length (S,).
+Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1, width); (S,) for how many were ever stored, and how
+many of them are there now.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
@@ -29,6 +30,10 @@ class Batch:
     next_obs: Tensor
     terminated: Tensor
     discount: Tensor
+
+    def sample(self, bits: Tensor, gamma: float) -> "Batch":
+        """[step 4] Itself: a batch that was drawn elsewhere stands in for the memory it came from."""
+        return self
 
 
 class Replay:
@@ -48,29 +53,37 @@ class Replay:
         # One row more than the capacity: rows that are no transition are written there and never read.
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
         self.rows = torch.empty(seeds, capacity + 1, row_width(obs_dim, action_dim), dtype=dtype, device=device)
-        self.head = torch.zeros(seeds, dtype=torch.int64, device=device)
+        self.stored = np.zeros(seeds, np.int64)
         self.length = torch.zeros(seeds, dtype=torch.int64, device=device)
 
     def add(
         self,
-        obs: Tensor,
-        action: Tensor,
-        reward: Tensor,
-        next_obs: Tensor,
-        terminated: Tensor,
-        span: Tensor,
-        valid: Tensor,
+        obs: ArrayLike,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: ArrayLike,
+        terminated: ArrayLike,
+        span: ArrayLike,
+        valid: NDArray[np.bool_],
     ) -> None:
         """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
-        scalars = torch.stack([reward, terminated, span], -1)  # (S, N, 3)
-        new = torch.cat([obs, action, next_obs, scalars], -1)  # (S, N, width)
-        order = valid.long().cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
-        where = (self.head[:, None] + order - 1) % self.capacity
-        where = torch.where(valid, where, self.capacity)
-        self.rows.scatter_(1, where[..., None].expand_as(new), new)
-        stored = order[:, -1]
-        self.head.copy_((self.head + stored) % self.capacity)
-        self.length.copy_((self.length + stored).clamp(max=self.capacity))
+        # A row is put together on the host: NumPy does small things in less time than PyTorch, and one copy is enough.
+        new = np.empty((*valid.shape, self.rows.shape[-1]), np.float32 if self.rows.dtype == torch.float32 else float)
+        new[..., : self.obs_dim] = obs
+        new[..., self.obs_dim : -self.obs_dim - 3] = action
+        new[..., -self.obs_dim - 3 : -3] = next_obs
+        new[..., -3], new[..., -2], new[..., -1] = reward, terminated, span
+        order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
+        where = (self.stored[:, None] + order - 1) % self.capacity
+        where[~valid] = self.capacity
+        seed = np.arange(len(where))[:, None]
+        if self.rows.device.type == "cpu":
+            self.rows.numpy()[seed, where] = new
+        else:
+            index = (torch.from_numpy(seed).to(self.rows.device), torch.from_numpy(where).to(self.rows.device))
+            self.rows[index] = torch.from_numpy(new).to(self.rows.device)
+        self.stored += order[:, -1]
+        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
 
     def sample(self, bits: Tensor, gamma: float) -> Batch:
         """[step 4] A batch drawn evenly from what is stored; `bits` are 32 random bits for each row, (S, B)."""
@@ -83,11 +96,17 @@ class Replay:
         discount = gamma ** span.squeeze(-1)
         return Batch(obs, action, reward.squeeze(-1), next_obs, terminated.squeeze(-1), discount)
 
+    def unused_copy(self) -> "Replay":
+        """Another memory of this shape, with nothing in it."""
+        seeds, dtype, device = len(self.rows), self.rows.dtype, self.rows.device
+        return Replay(seeds, self.capacity, self.obs_dim, self.action_dim, dtype, device)
+
     def seed(self, k: int) -> "Replay":
         """The memory of seed `k` alone; it shares its storage with this one."""
         view = object.__new__(Replay)
         view.capacity, view.obs_dim, view.action_dim = self.capacity, self.obs_dim, self.action_dim
-        view.rows, view.head, view.length = (t[k : k + 1] for t in (self.rows, self.head, self.length))
+        view.rows, view.length = self.rows[k : k + 1], self.length[k : k + 1]
+        view.stored = self.stored[k : k + 1]
         return view
 
 

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from t3d import agent as agents
 from t3d import rng
+from t3d.accelerate import Verbs, accelerate, compiling
 from t3d.config import Config
 from t3d.display import Display
 from t3d.envs import EnvBatch, Source
@@ -29,7 +31,7 @@ from t3d.rng import Purpose
 from t3d.runs.folder import Run, Which
 from t3d.steps import Agent, init_agent, is_delayed
 
-METRICS = ("critic_loss", "actor_loss", "q_mean")
+METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the actor moves
 
 
 @dataclass
@@ -44,7 +46,6 @@ class State:
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
-    stored: NDArray[np.int64]  # (S,) rows that went into the memory
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
     updates: NDArray[np.int64]  # (S,) updates that were run: `agent.updates`, known without asking the device
     best: list[float]  # each seed's best evaluation
@@ -78,7 +79,6 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         obs=envs.reset().reshape(count, per_seed, -1),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
-        stored=np.zeros(count, np.int64),
         earned=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
         best=[-np.inf] * count,
@@ -87,14 +87,38 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     )
 
 
-def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
+def warm_up(state: State, config: Config) -> Verbs:
+    """The verbs of the loop; a compiler does its work here, on an agent and a memory that are thrown away."""
+    assert config.accelerate != "auto"
+    verbs = accelerate(config.accelerate, config.precision, config.batch_size, config)
+    if config.accelerate == "compile":
+        with compiling():
+            _try(verbs, state, config)
+    return verbs
+
+
+def _try(verbs: Verbs, state: State, config: Config) -> None:
+    agent, memory, sums = deepcopy(state.agent), state.memory.unused_copy(), deepcopy(state.sums)
+    device = agent.seeds.device
+    obs, step = torch.zeros(state.obs.shape, device=device), torch.tensor(0, device=device)
+    verbs.explore(agent, obs, step, config.exploration_noise)
+    memory.rows[:, 0] = 0
+    memory.length += 1
+    if config.update_after == "episode":
+        agent, memory = agents.one_seed(agent, 0), memory.seed(0)
+        sums = {name: tensor[:1] for name, tensor in sums.items()}
+    for delayed in (False, True):
+        verbs.update(agent, memory, sums, delayed)
+
+
+def run(state: State, verbs: Verbs, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
     """Train to the last step, keeping the folder up to date."""
     evaluate(state, evaluator, config, folder, display)
     marked, marked_step = time.perf_counter(), 0
     while state.step < config.steps:
         before = state.step
-        rows = collect(state, act(state, config), config)
-        learn_owed(state, config)
+        rows = collect(state, act(state, config, verbs), config)
+        learn_owed(state, config, verbs)
         display.advance(state.step, state.envs.lost)
 
         last = state.step == config.steps
@@ -112,13 +136,14 @@ def run(state: State, evaluator: Evaluator, config: Config, folder: Run, display
             marked += time.perf_counter() - paused
 
 
-def act(state: State, config: Config) -> NDArray[np.float32]:
+def act(state: State, config: Config, verbs: Verbs) -> NDArray[np.float32]:
     """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1]."""
+    device = state.agent.seeds.device
     if state.step < config.random_steps:
         action = agents.random_action(state.agent, state.step, config.num_envs, state.envs.actions.dim)
     else:
-        obs = torch.from_numpy(state.obs).to(state.agent.seeds.device)
-        action = agents.explore(state.agent, obs, state.step, config.exploration_noise)
+        obs, step = torch.from_numpy(state.obs).to(device), torch.tensor(state.step, device=device)
+        action = verbs.explore(state.agent, obs, step, config.exploration_noise)
     played = np.asarray(action.cpu().numpy(), np.float32)
     agents.refuse_divergence(played, state.seeds)
     return played
@@ -136,13 +161,7 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
 
     # Terminated alone ends the value; a truncated episode goes on behind its last observation.
     transitions = state.steps_under_way.add(state.obs, action, reward, final_obs, terminated, truncated, valid)
-    memory = state.memory.rows
-    *numbers, valid_rows = transitions
-    stored, new, rewarded, after, over, span = (
-        torch.as_tensor(part, dtype=memory.dtype, device=memory.device) for part in numbers
-    )
-    state.memory.add(stored, new, rewarded, after, over, span, torch.as_tensor(valid_rows, device=memory.device))
-    state.stored += valid_rows.sum(1)
+    state.memory.add(*transitions)
 
     state.obs = obs
     state.episode_return += reward
@@ -150,7 +169,7 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
     state.step += min(left, shape[1])
     ended = terminated | truncated
     rows: list[dict[str, Any]] = []
-    for k, i in np.argwhere(ended):
+    for k, i in np.argwhere(ended) if np.count_nonzero(ended) else ():
         score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
         row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
         rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
@@ -163,29 +182,30 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
     return rows
 
 
-def learn_owed(state: State, config: Config) -> None:
+def learn_owed(state: State, config: Config, verbs: Verbs) -> None:
     """Run the updates that are owed."""
     # From the whole count each time: 0.3 added up fifty times is not 15.
     due = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
     if config.update_after == "step":
-        if not state.stored.all():
+        if not state.memory.stored.all():
             return  # nothing to sample yet; the updates stay owed
-        _learn(state, config, state.agent, state.memory, slice(None), int(due[0]))  # all owe the same
+        times = int(due[0])  # all owe the same
+        _learn(state, config, verbs, state.agent, state.memory, slice(None), times)
         return
     # Episodes end at different times. A seed always learns by itself then, also where all end at once: whether it
     # is stacked with others may change its rounding, and another seed's episodes must not.
     for k in map(int, np.flatnonzero(due)):
         alone, memory = agents.one_seed(state.agent, k), state.memory.seed(k)
-        _learn(state, config, alone, memory, slice(k, k + 1), int(due[k]))
+        _learn(state, config, verbs, alone, memory, slice(k, k + 1), int(due[k]))
 
 
-def _learn(state: State, config: Config, agent: Agent, memory: Replay, seeds: slice, times: int) -> None:
+def _learn(state: State, config: Config, verbs: Verbs, agent: Agent, memory: Replay, seeds: slice, times: int) -> None:
+    sums = {name: tensor[seeds] for name, tensor in state.sums.items()}
     for _ in range(times):
         state.updates[seeds] += 1
         delayed = is_delayed(int(state.updates[seeds][0]), config.policy_delay)
-        metrics = agents.update(agent, memory, config.batch_size, config, delayed)
-        for name, value in metrics.items():
-            state.sums[name][seeds] += value
+        verbs.update(agent, memory, sums, delayed)
+        for name in METRICS if delayed else METRICS[:2]:
             state.counts[name][seeds] += 1
 
 

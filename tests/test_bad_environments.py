@@ -162,7 +162,7 @@ def test_bad_environments(env, sentence, tmp_path, monkeypatch):
     assert bad == 0
     assert re.search(sentence, said) if sentence else said == ""
     if env is Unstable:
-        assert states[0].envs.cut > 0 and states[0].stored[0] == 60 - states[0].envs.cut
+        assert states[0].envs.cut > 0 and states[0].memory.stored[0] == 60 - states[0].envs.cut
 
 
 if __name__ == "__main__":

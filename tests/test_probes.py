@@ -23,9 +23,10 @@ def learned():
         config = settle(CONFIG, "td3", probe.__name__, seeds=2)
         state = training.begin(open_source(probe), [0, 1], config)
         states.append(state)
+        verbs = training.warm_up(state, config)
         while state.step < config.steps:
-            training.collect(state, training.act(state, config), config)
-            training.learn_owed(state, config)
+            training.collect(state, training.act(state, config, verbs), config)
+            training.learn_owed(state, config, verbs)
         return state.agent
 
     yield train

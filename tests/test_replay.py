@@ -18,7 +18,7 @@ def put(memory, ids, valid=None, terminated=0.0, span=1.0):
         next_obs=pair + 0.5,
         terminated=torch.full(ids.shape, terminated),
         span=torch.full(ids.shape, span),
-        valid=torch.ones(ids.shape, dtype=torch.bool) if valid is None else torch.as_tensor(valid),
+        valid=np.ones(ids.shape, bool) if valid is None else np.array(valid),
     )
 
 
@@ -51,7 +51,7 @@ def test_the_oldest_is_overwritten():
     memory = Replay(1, 3, 2, 1)
     for i in range(1, 6):
         put(memory, [[i]])
-    assert memory.length.tolist() == [3] and memory.head.tolist() == [2]
+    assert memory.length.tolist() == [3] and memory.stored.tolist() == [5]
     assert sorted(everything(memory).reward[0].tolist()) == [300, 400, 500]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,8 +30,8 @@ def filled_memory(seeds=(0,), rows=200, dtype=torch.float64):
             return torch.randn(1, rows, *shape, generator=draw, dtype=dtype)
 
         done = (torch.rand(1, rows, generator=draw) < 0.2).to(dtype)
-        one = torch.ones(1, rows, dtype=dtype)
-        memory.seed(k).add(normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, one, one.bool())
+        yes = np.ones((1, rows), bool)
+        memory.seed(k).add(normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, 1, yes)
     return memory
 
 

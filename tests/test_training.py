@@ -26,10 +26,10 @@ def begin(seeds=(0,), preset="td3", **knobs):
 
 
 def advance(state, config, steps):
-    rows = []
+    rows, verbs = [], training.warm_up(state, config)
     for _ in range(steps):
-        rows += training.collect(state, training.act(state, config), config)
-        training.learn_owed(state, config)
+        rows += training.collect(state, training.act(state, config, verbs), config)
+        training.learn_owed(state, config, verbs)
     return rows
 
 
@@ -103,23 +103,23 @@ def test_a_seed_that_diverges_is_named():
     advance(state, config, 8)
     state.agent.actor["w1"][1] = float("nan")
     with pytest.raises(t3d.T3DError, match="the networks of seed 7 have diverged"):
-        training.act(state, config)
+        training.act(state, config, training.warm_up(state, config))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_steps_and_updates_count_in_all_environments(count):
     state, config = begin(steps=100, random_steps=11, num_envs=count, updates_per_step=0.5)
     while state.step < config.steps:
-        training.collect(state, training.act(state, config), config)
-        training.learn_owed(state, config)
-    assert state.step == 100 and state.stored.tolist() == [100] and state.memory.length.tolist() == [100]
+        advance(state, config, 1)
+    assert state.step == 100 and state.memory.stored.tolist() == [100] and state.memory.length.tolist() == [100]
     assert state.agent.updates.tolist() == [44]  # (100 − 11) / 2
 
 
 def test_environments_of_a_seed_differ_in_seed_and_noise():
     config = settle(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
     state = training.begin(open_source("Pendulum-v1"), [0, 1], config)
-    assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(training.act(state, config))) == 6
+    action = training.act(state, config, training.warm_up(state, config))
+    assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 
 
 def test_n_step_rows_reach_the_memory():
@@ -135,9 +135,9 @@ def test_n_step_rows_reach_the_memory():
 def test_nothing_is_sampled_from_an_empty_memory():
     state, config = begin(steps=60, random_steps=0, n_step=5)
     advance(state, config, 2)  # the first episode is not over, no row of five is full
-    assert state.stored.tolist() == [0] and state.agent.updates.tolist() == [0]
+    assert state.memory.stored.tolist() == [0] and state.agent.updates.tolist() == [0]
     advance(state, config, 1)
-    assert state.stored.tolist() == [3] and state.agent.updates.tolist() == [3]
+    assert state.memory.stored.tolist() == [3] and state.agent.updates.tolist() == [3]
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

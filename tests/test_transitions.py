@@ -47,8 +47,7 @@ def play(kind, count, n, transitions):
     while seen < transitions:
         moved = envs.step(action[0])
         rows = nstep.add(obs, action, *(x[None] for x in (moved.reward, moved.final_obs, *moved[2:4], moved.valid)))
-        *numbers, valid = rows
-        memory.add(*(torch.as_tensor(x, dtype=torch.float64) for x in numbers), torch.as_tensor(valid))
+        memory.add(*rows)
         obs, seen = moved.obs[None], seen + int(moved.valid.sum())
     envs.close()
     stored = int(memory.length)

@@ -118,7 +118,7 @@ def survive(tmp_path, monkeypatch, kills, hangs):
             worker = state.envs._workers[len(done) % 2]
             os.kill(worker.process.pid, signal.SIGKILL if when[state.step // 2] else signal.SIGSTOP)
         rows = collect(state, action, config)
-        seen.append((state.envs.lost, int(state.stored.sum()), state.memory))
+        seen.append((state.envs.lost, int(state.memory.stored.sum()), state.memory))
         return rows
 
     monkeypatch.setattr(training, "collect", collect_and_kill)
