@@ -119,7 +119,9 @@ def report(arguments, contenders, wall, cpu):
             scale = flop_per_update() / contenders[name].about["flop"]
             wall[name], cpu[name] = [x * scale for x in wall[name]], [x * scale for x in cpu[name]]
     peers = [name for name in PEERS if name in wall]
-    print(f"\n{'':<28}{'ms a step':>10}{'CPU ms':>9}" + "".join(f"{'x ' + peer:>12}" for peer in peers) + f"{'limit':>9}")
+    print(
+        f"\n{'':<28}{'ms a step':>10}{'CPU ms':>9}" + "".join(f"{'x ' + peer:>12}" for peer in peers) + f"{'limit':>9}"
+    )
     table = {}
     for name in wall:
         limit = "products bf16" if "bf16" in name else "products fp32"

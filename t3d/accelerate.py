@@ -1,7 +1,7 @@
 """How the same text is run: as it stands, or compiled. The only file that knows these words.
 
-`accelerate` gives the two verbs that a loop spends its time in, in one of two modes. `eager` calls the functions of
-`agent.py` and `steps.py` as they are. `compile` has PyTorch translate them into a few fused loops around the matrix
+`accelerate` gives the two verbs that a loop spends its time in, tied to the tensors of one run. `eager` calls the
+functions of `agent.py` as they are. `compile` has PyTorch translate them into a few fused loops around the matrix
 products: the first time takes a minute, after that the translation is found in a cache on the disk.
 
 Shapes: S seeds, N environments a seed, B batch, O observation, A action.
@@ -13,30 +13,41 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
-from t3d.errors import T3DError
+from t3d.config import Config
 from t3d.replay import Batch, Replay
-from t3d.steps import Agent, Knobs, Metrics, learn
+from t3d.steps import Agent, Metrics, learn
 
-Mode = Literal["eager", "compile"]
-Precision = Literal["fp32", "tf32", "bf16"]
+Floats = NDArray[np.float32]
 Sums = dict[str, Tensor]  # (S,) metrics added up since they were last read
 
-# Below this many updates a run is over before a compiler has paid for itself.
-UPDATES_WORTH_COMPILING = 50_000
+
+class Verbs(Protocol):
+    """What the loop does at every step."""
+
+    def explore(self, obs: Floats, step: int) -> Floats:
+        """(S, N, O) observations and the step they were made in -> (S, N, A) actions with noise."""
+        ...
+
+    def update(self, k: int, delayed: bool) -> None:
+        """Steps 4 to 15, for the k-th of the agents that learn by themselves; `delayed` where the actor moves too."""
+        ...
 
 
 @dataclass(frozen=True)
-class Verbs:
-    """What the loop does at every step."""
+class Learner:
+    """An agent that learns by itself, with its memory and its metrics: all seeds of a run, or one of them."""
 
-    explore: Callable[[Agent, Tensor, Tensor, float], Tensor]
-    update: Callable[[Agent, Replay, Sums, bool], None]
+    agent: Agent
+    memory: Replay
+    sums: Sums
 
 
 class CannotCompile(Exception):
@@ -44,32 +55,7 @@ class CannotCompile(Exception):
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Around the first call of compiled verbs."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    try:
-        yield
-    except BackendCompilerFailed as error:
-        raise CannotCompile(str(error).strip().splitlines()[0]) from error
-
-
-def choose(device: str, updates: float) -> Mode:
-    """The mode of a run that names none: a function of the run alone, so that the same run is always the same."""
-    return "compile" if device == "cpu" and updates >= UPDATES_WORTH_COMPILING else "eager"
-
-
-def refuse_precision(precision: str, device: str) -> None:
-    """Say so where the hardware has no such numbers: it would pretend to, slowly."""
-    if precision == "tf32" and device != "cuda":
-        raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
-    has_bf16 = torch.cuda.is_bf16_supported() if device == "cuda" else torch.cpu._is_avx512_bf16_supported()
-    if precision == "bf16" and not has_bf16:
-        raise T3DError(f"--precision bf16: this {'GPU' if device == 'cuda' else 'processor'} cannot; use fp32.")
-
-
-@contextmanager
-def hardware(threads: int, precision: Precision) -> Iterator[None]:
+def hardware(threads: int, precision: str) -> Iterator[None]:
     """Results depend on how products are split over threads and rounded, so a run sets both for itself."""
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     torch.set_num_threads(threads)
@@ -81,57 +67,172 @@ def hardware(threads: int, precision: Precision) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before[1]
 
 
-def accelerate(mode: Mode, precision: Precision, batch_size: int, knobs: Knobs) -> Verbs:
-    """The verbs in this mode."""
-
-    def products(agent: Agent) -> AbstractContextManager[Any]:
-        """Matrix products in bfloat16; weights, moments, targets and losses stay as they are."""
-        return torch.autocast(agent.seeds.device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
-
-    def fetch(agent: Agent, memory: Replay) -> tuple[Batch, Tensor, Tensor]:
-        bits, noise = agents.draw(agent, batch_size, memory.action_dim)
-        return memory.sample(bits, knobs.gamma), bits, noise
-
-    def critics(agent: Agent, batch: Batch, bits: Tensor, noise: Tensor, sums: Sums) -> None:
-        with products(agent):
-            add_up(sums, learn(batch, agent, bits, noise, knobs, delayed=False))
-
-    def everything(agent: Agent, batch: Batch, bits: Tensor, noise: Tensor, sums: Sums) -> None:
-        with products(agent):
-            add_up(sums, learn(batch, agent, bits, noise, knobs, delayed=True))
-
-    explore = agents.explore
-    if mode == "compile":
-        _keep_translations()
-        # The random numbers are compiled apart: together with the rest they would be computed again wherever they are
-        # used. They are few, and without vector instructions the compiler is done with them in a tenth of the time.
-        fetch = compiled(fetch, {"cpp.simdlen": 1})
-        explore = compiled(explore)
-        critics, everything = compiled(critics), compiled(everything)
-
-    def update(agent: Agent, memory: Replay, sums: Sums, delayed: bool) -> None:
-        batch, bits, noise = fetch(agent, memory)
-        (everything if delayed else critics)(agent, batch, bits, noise, sums)
-
-    return Verbs(explore, update)
+def products(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """Matrix products in bfloat16 if that is asked for; weights, moments, targets and losses stay as they are."""
+    return torch.autocast(device.type, torch.bfloat16) if config.precision == "bf16" else nullcontext()
 
 
 def add_up(sums: Sums, metrics: Metrics) -> None:
     for name, value in metrics.items():
-        sums[name] += value
+        sums[name].add_(value)
 
 
-def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Any:
-    """One translation of one function, for good: it is always called with the same shapes and the same constants.
+def accelerate(agent: Agent, memory: Replay, sums: Sums, config: Config) -> Verbs:
+    """The verbs in the mode that the config names, compiled when this returns."""
+    if config.update_after == "episode":
+        # Episodes end at different times, and then a seed learns by itself, also where all end at once: whether it is
+        # stacked with others may change its rounding, and another seed's episodes must not.
+        of_seed = ({name: total[k : k + 1] for name, total in sums.items()} for k in range(len(agent.seeds)))
+        learners = [Learner(agents.one_seed(agent, k), memory.seed(k), part) for k, part in enumerate(of_seed)]
+    else:
+        learners = [Learner(agent, memory, sums)]
+    kind = Compiled if config.accelerate == "compile" else Eager
+    return kind(agent, learners, config)
 
-    PyTorch would check before each call whether that still holds, in a tenth of the time of an update. Without the
-    check two runs may not share a translation, so each gets a copy of the function's code.
+
+class Eager:
+    """The functions as they are."""
+
+    def __init__(self, agent: Agent, learners: list[Learner], config: Config) -> None:
+        self.agent, self.learners, self.config = agent, learners, config
+
+    def explore(self, obs: Floats, step: int) -> Floats:
+        here = torch.from_numpy(obs).to(self.agent.seeds.device)
+        return np.asarray(agents.explore(self.agent, here, step, self.config.exploration_noise).cpu().numpy())
+
+    def update(self, k: int, delayed: bool) -> None:
+        to, config = self.learners[k], self.config
+        with products(config, to.agent.seeds.device):
+            add_up(to.sums, agents.update(to.agent, to.memory, config.batch_size, config, delayed))
+
+
+class Compiled:
+    """The same functions between tensors that stay where they are, so that a call has nothing to pass or to check."""
+
+    def __init__(self, agent: Agent, learners: list[Learner], config: Config) -> None:
+        _keep_translations()
+        device, dim = agent.seeds.device, learners[0].memory.action_dim
+        shape = (len(agent.seeds), config.num_envs)
+        self._play = Player(
+            agent,
+            obs=torch.zeros(*shape, learners[0].memory.obs_dim, device=device),
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            action=torch.zeros(*shape, dim, device=device),
+        )
+        students = [Student.of(learner, config.batch_size) for learner in learners]
+
+        def play(to: Player) -> None:
+            to.action.copy_(agents.explore(to.agent, to.obs, to.step, config.exploration_noise))
+
+        # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
+        # are used. Without vector instructions the compiler is done with them in a tenth of the time.
+        def fetch(to: Student) -> None:
+            bits, noise = agents.draw(to.agent, config.batch_size, dim)
+            batch = to.memory.sample(bits, config.gamma)
+            for name, tensor in agents.tensors(to.batch).items():
+                tensor.copy_(getattr(batch, name))
+            to.noise.copy_(noise)
+
+        def critics(to: Student) -> None:
+            with products(config, device):
+                add_up(to.sums, learn(to.batch, to.agent, to.noise, to.noise, config, delayed=False))
+
+        def everything(to: Student) -> None:
+            with products(config, device):
+                add_up(to.sums, learn(to.batch, to.agent, to.noise, to.noise, config, delayed=True))
+
+        (self._explore,) = compiled(play, [self._play], {})
+        self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
+        self._critics = compiled(critics, students, {})
+        self._everything = compiled(everything, students, {})
+
+    def explore(self, obs: Floats, step: int) -> Floats:
+        self._play.obs.copy_(torch.from_numpy(obs))
+        self._play.step.fill_(step)
+        self._explore()
+        return np.array(self._play.action.cpu().numpy())
+
+    def update(self, k: int, delayed: bool) -> None:
+        self._fetch[k]()
+        (self._everything if delayed else self._critics)[k]()
+
+
+@dataclass(frozen=True)
+class Player:
+    """Every tensor that acting reads and writes."""
+
+    agent: Agent
+    obs: Tensor
+    step: Tensor
+    action: Tensor
+
+
+@dataclass(frozen=True)
+class Student:
+    """Every tensor that learning reads and writes: a learner's, and a batch and noise to hand on."""
+
+    agent: Agent
+    memory: Replay
+    sums: Sums
+    batch: Batch
+    noise: Tensor
+
+    @staticmethod
+    def of(learner: Learner, size: int) -> "Student":
+        memory = learner.memory
+        rows = memory.rows.new_zeros(len(memory.rows), size, 1)
+
+        def wide(width: int) -> Tensor:
+            return rows.repeat(1, 1, width)
+
+        scalars = (rows[..., 0].clone() for _ in range(3))
+        reward, terminated, discount = scalars
+        batch = Batch(wide(memory.obs_dim), wide(memory.action_dim), reward, wide(memory.obs_dim), terminated, discount)
+        return Student(learner.agent, memory, learner.sums, batch, wide(memory.action_dim))
+
+
+def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> list[Callable[[], None]]:
+    """`function(subject)` as a call without arguments, for each of several subjects of the same shapes.
+
+    PyTorch traces the function and compiles what it found. From then on the compiled code is called by itself, with the
+    tensors it read at first, without the checks that would cost as much as a tenth of an update. For the other
+    subjects it is given the tensors of the same names.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.compile_fx import compile_fx
+
+    found: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Callable[..., Any]:
+        call = compile_fx(graph, examples, config_patches={"cpp_wrapper": True, **options})
+
+        def note(*tensors: Tensor) -> tuple[()]:
+            found.extend((call, tensors))
+            return ()  # nothing happens yet
+
+        return note
+
     assert isinstance(function, FunctionType)
-    code, name = function.__code__.replace(), function.__name__
-    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    always: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp_wrapper": True}
-    return torch.compile(copy, fullgraph=True, dynamic=False, options=always | (options or {}))
+    # Its own code object: PyTorch keeps what it traced by code object, and another run has other constants.
+    own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    try:
+        torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(subjects[0])
+    except BackendCompilerFailed as error:
+        raise CannotCompile(str(error).strip().splitlines()[0]) from error
+    call, tensors = found
+    names = {id(tensor): name for name, tensor in agents.tensors(subjects[0]).items()}
+    wanted = [names[id(tensor)] for tensor in tensors]
+
+    def tied(subject: Any) -> Callable[[], None]:
+        mine = agents.tensors(subject)
+        inputs = [mine[name] for name in wanted]
+
+        def run() -> None:
+            call(*inputs)
+
+        return run
+
+    return [tied(subject) for subject in subjects]
 
 
 def _keep_translations() -> None:

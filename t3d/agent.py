@@ -79,5 +79,7 @@ def tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
         return {prefix: value}
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Replay):
+        value = {"rows": value.rows, "length": value.length}
     dot = f"{prefix}." if prefix else ""
     return {k: t for name, part in value.items() for k, t in tensors(part, dot + name).items()}

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from gymnasium.vector import VectorEnv
 
 from t3d import training
-from t3d.accelerate import CannotCompile, Verbs, hardware
+from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
 from t3d.config import PRESETS, Config, Preset, from_values, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
@@ -105,11 +105,11 @@ def ready(state: training.State, config: Config, display: Display) -> tuple[Verb
     if config.accelerate == "compile":
         display.say("Compiling the update: about a minute the first time, a few seconds after that.")
         try:
-            return training.warm_up(state, config), config
+            return accelerate(state.agent, state.memory, state.sums, config), config
         except CannotCompile as error:
             display.say(f"It cannot be compiled here ({error}). It runs uncompiled: slower, and otherwise the same.")
             config = replace(config, accelerate="eager")
-    return training.warm_up(state, config), config
+    return accelerate(state.agent, state.memory, state.sums, config), config
 
 
 def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run) -> str:

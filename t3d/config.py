@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tyro.conf import arg
 
-from t3d.accelerate import choose, refuse_precision
 from t3d.errors import T3DError, nearest
 from t3d.steps import Knobs
 
@@ -85,6 +84,9 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
     "paper": (1_000, {"HalfCheetah": 10_000, "Ant": 10_000}),
     "documents": (10_000, {}),
 }
+
+# Below this many updates a run is over before a compiler has paid for itself.
+_UPDATES_WORTH_COMPILING = 50_000
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -174,8 +176,9 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     config = replace(config, steps=steps, random_steps=random_steps, device=device, threads=threads)
     check_ranges(config)
     if config.accelerate == "auto":
-        config = replace(config, accelerate=choose(device, (steps - random_steps) * config.updates_per_step))
-    refuse_precision(config.precision, device)
+        # A function of the run alone, so that the same run is always the same.
+        long = (steps - random_steps) * config.updates_per_step >= _UPDATES_WORTH_COMPILING
+        config = replace(config, accelerate="compile" if device == "cpu" and long else "eager")
     if config.random_steps >= config.steps:
         raise T3DError(
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
@@ -183,7 +186,18 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
         )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
+    refuse_precision(config.precision, device)
     return config
+
+
+def refuse_precision(precision: str, device: str) -> None:
+    """Say so where the hardware has no such numbers: it would pretend to, slowly."""
+    if precision == "tf32" and device != "cuda":
+        raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
+    if precision == "bf16":
+        gpu = device == "cuda"
+        if not (torch.cuda.is_bf16_supported() if gpu else torch.cpu._is_avx512_bf16_supported()):
+            raise T3DError(f"--precision bf16: this {'GPU' if gpu else 'processor'} has no such numbers; use fp32.")
 
 
 def _threads(config: Config, seeds: int) -> int:

@@ -32,7 +32,7 @@ def init_adam(parameters: Parameters, seeds: Tensor) -> AdamState:
 
 def adam(parameters: Parameters, gradients: Parameters, state: AdamState, lr: float) -> None:
     """w ← w − lr · m̂ / (√v̂ + ε), with the moments' start from zero corrected."""
-    state.count += 1
+    state.count.add_(1)
     # In float64: 1 − 0.999 loses half of its digits in float32. And βᵗ as exp(t · log β): a compiler computes an
     # exponential once and keeps it, a power again for each weight.
     count = state.count.double()[:, None, None]  # (S, 1, 1)

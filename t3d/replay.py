@@ -96,11 +96,6 @@ class Replay:
         discount = gamma ** span.squeeze(-1)
         return Batch(obs, action, reward.squeeze(-1), next_obs, terminated.squeeze(-1), discount)
 
-    def unused_copy(self) -> "Replay":
-        """Another memory of this shape, with nothing in it."""
-        seeds, dtype, device = len(self.rows), self.rows.dtype, self.rows.device
-        return Replay(seeds, self.capacity, self.obs_dim, self.action_dim, dtype, device)
-
     def seed(self, k: int) -> "Replay":
         """The memory of seed `k` alone; it shares its storage with this one."""
         view = object.__new__(Replay)

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from t3d import agent as agents
 from t3d import rng
-from t3d.accelerate import Verbs, accelerate, compiling
+from t3d.accelerate import Verbs
 from t3d.config import Config
 from t3d.display import Display
 from t3d.envs import EnvBatch, Source
@@ -87,30 +86,6 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     )
 
 
-def warm_up(state: State, config: Config) -> Verbs:
-    """The verbs of the loop; a compiler does its work here, on an agent and a memory that are thrown away."""
-    assert config.accelerate != "auto"
-    verbs = accelerate(config.accelerate, config.precision, config.batch_size, config)
-    if config.accelerate == "compile":
-        with compiling():
-            _try(verbs, state, config)
-    return verbs
-
-
-def _try(verbs: Verbs, state: State, config: Config) -> None:
-    agent, memory, sums = deepcopy(state.agent), state.memory.unused_copy(), deepcopy(state.sums)
-    device = agent.seeds.device
-    obs, step = torch.zeros(state.obs.shape, device=device), torch.tensor(0, device=device)
-    verbs.explore(agent, obs, step, config.exploration_noise)
-    memory.rows[:, 0] = 0
-    memory.length += 1
-    if config.update_after == "episode":
-        agent, memory = agents.one_seed(agent, 0), memory.seed(0)
-        sums = {name: tensor[:1] for name, tensor in sums.items()}
-    for delayed in (False, True):
-        verbs.update(agent, memory, sums, delayed)
-
-
 def run(state: State, verbs: Verbs, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
     """Train to the last step, keeping the folder up to date."""
     evaluate(state, evaluator, config, folder, display)
@@ -138,13 +113,11 @@ def run(state: State, verbs: Verbs, evaluator: Evaluator, config: Config, folder
 
 def act(state: State, config: Config, verbs: Verbs) -> NDArray[np.float32]:
     """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1]."""
-    device = state.agent.seeds.device
     if state.step < config.random_steps:
         action = agents.random_action(state.agent, state.step, config.num_envs, state.envs.actions.dim)
+        played = np.asarray(action.cpu().numpy())
     else:
-        obs, step = torch.from_numpy(state.obs).to(device), torch.tensor(state.step, device=device)
-        action = verbs.explore(state.agent, obs, step, config.exploration_noise)
-    played = np.asarray(action.cpu().numpy(), np.float32)
+        played = verbs.explore(state.obs, state.step)
     agents.refuse_divergence(played, state.seeds)
     return played
 
@@ -189,22 +162,17 @@ def learn_owed(state: State, config: Config, verbs: Verbs) -> None:
     if config.update_after == "step":
         if not state.memory.stored.all():
             return  # nothing to sample yet; the updates stay owed
-        times = int(due[0])  # all owe the same
-        _learn(state, config, verbs, state.agent, state.memory, slice(None), times)
+        _learn(state, config, verbs, 0, slice(None), int(due[0]))  # all seeds together: they owe the same
         return
-    # Episodes end at different times. A seed always learns by itself then, also where all end at once: whether it
-    # is stacked with others may change its rounding, and another seed's episodes must not.
     for k in map(int, np.flatnonzero(due)):
-        alone, memory = agents.one_seed(state.agent, k), state.memory.seed(k)
-        _learn(state, config, verbs, alone, memory, slice(k, k + 1), int(due[k]))
+        _learn(state, config, verbs, k, slice(k, k + 1), int(due[k]))
 
 
-def _learn(state: State, config: Config, verbs: Verbs, agent: Agent, memory: Replay, seeds: slice, times: int) -> None:
-    sums = {name: tensor[seeds] for name, tensor in state.sums.items()}
+def _learn(state: State, config: Config, verbs: Verbs, learner: int, seeds: slice, times: int) -> None:
     for _ in range(times):
         state.updates[seeds] += 1
         delayed = is_delayed(int(state.updates[seeds][0]), config.policy_delay)
-        verbs.update(agent, memory, sums, delayed)
+        verbs.update(learner, delayed)
         for name in METRICS if delayed else METRICS[:2]:
             state.counts[name][seeds] += 1
 

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "t3d"
 
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
-    "errors", "files", "rng", "networks", "optim", "replay", "steps", "agent", "accelerate", "documents", "config",
+    "errors", "files", "rng", "networks", "optim", "replay", "steps", "agent", "documents", "config", "accelerate",
     "envs", "policy", "evaluation", "runs", "display", "training", "api", "__init__", "cli", "__main__",
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ import torch
 from scripted import ConstantReward, RewardFromAction, RewardFromBoth, RewardFromObservation, TwoSteps
 
 from t3d import networks, training
+from t3d.accelerate import accelerate
 from t3d.config import Config, settle
 from t3d.envs import open_source
 
@@ -23,7 +24,7 @@ def learned():
         config = settle(CONFIG, "td3", probe.__name__, seeds=2)
         state = training.begin(open_source(probe), [0, 1], config)
         states.append(state)
-        verbs = training.warm_up(state, config)
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:
             training.collect(state, training.act(state, config, verbs), config)
             training.learn_owed(state, config, verbs)

@@ -5,7 +5,7 @@ import sys
 from serving import BATCH, BUFFER, HIDDEN, LEARNING_STARTS, serve
 
 from t3d import training
-from t3d.accelerate import hardware
+from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
@@ -26,7 +26,7 @@ def main(mode, precision, seeds, env):
     state = training.begin(open_source(env), list(range(int(seeds))), config)
     display = Display(config.steps, state.seeds, quiet=True)
     with hardware(config.threads, config.precision):
-        verbs = training.warm_up(state, config)
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
 
         def take_steps(n):
             for _ in range(n):

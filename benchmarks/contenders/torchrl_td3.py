@@ -7,7 +7,7 @@ from serving import BATCH, BUFFER, HIDDEN, LEARNING_STARTS, serve
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import DoubleToFloat, GymEnv, TransformedEnv, step_mdp
-from torchrl.modules import MLP, AdditiveGaussianModule, SafeModule, TanhModule, ValueOperator
+from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
 

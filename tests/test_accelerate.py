@@ -1,0 +1,137 @@
+"""One text, several ways to run it: each agrees with the independent TD3 in float64, and the choice is written down."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle import Oracle, layers_of
+from test_oracle import assert_equal
+
+import t3d
+from t3d import agent as agents
+from t3d.accelerate import CannotCompile, accelerate
+from t3d.agent import one_seed, tensors
+from t3d.config import Config, settle
+from t3d.replay import Replay
+from t3d.steps import init_agent
+
+OBS, ACTION, BATCH, HIDDEN, SEEDS = 5, 2, 32, (24, 16), [7, 3]
+CONFIG = Config(
+    gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3, batch_size=BATCH, hidden=HIDDEN, num_envs=3, device="cpu"
+)
+
+
+def filled_memory():
+    source = np.random.default_rng(0)
+    memory = Replay(len(SEEDS), 200, OBS, ACTION)
+    shape = (len(SEEDS), 150)
+    obs, next_obs = source.normal(size=(2, *shape, OBS))
+    action, reward = source.uniform(-1, 1, (*shape, ACTION)), source.normal(size=shape)
+    terminated, span = source.random(shape) < 0.3, source.integers(1, 4, shape)
+    memory.add(obs, action, reward, next_obs, terminated, span, np.ones(shape, bool))
+    return memory
+
+
+def verbs_of(agent, memory, config):
+    sums = {name: torch.zeros(len(SEEDS)) for name in ("critic_loss", "q_mean", "actor_loss")}
+    try:
+        return accelerate(agent, memory, sums, config), sums
+    except CannotCompile as error:
+        pytest.skip(str(error))
+
+
+def oracle_of(agent):
+    twins = [layers_of(agent.critic, 0, 0), layers_of(agent.critic, 1, 0)]
+    return Oracle(layers_of(agent.actor, 0), twins, actor_lr=2e-3, critic_lr=3e-3, max_action=1.0)
+
+
+@pytest.mark.parametrize("update_after", ["step", "episode"])
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_fifty_updates_agree_with_the_oracle(mode, update_after):
+    agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
+    config = replace(CONFIG, accelerate=mode, update_after=update_after)
+    verbs, sums = verbs_of(agent, memory, config)
+    before = {name: tensor.clone() for name, tensor in tensors(agent).items()}
+    oracles = [oracle_of(one_seed(agent, k)) for k in range(len(SEEDS))]
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in tensors(agent).items()
+    )  # getting ready changes none
+    for update in range(1, 51):
+        bits, noise = agents.draw(agent, BATCH, ACTION)
+        batch = memory.sample(bits, config.gamma)
+        for k, oracle in enumerate(oracles):
+            parts = (batch.obs, batch.action, batch.reward, batch.next_obs, batch.terminated, noise, batch.discount)
+            s, a, r, s2, done, epsilon, discount = (part[k].double().numpy() for part in parts)
+            oracle.update(s, a, r, s2, done, epsilon, gamma=discount, tau=0.03, sigma=0.2, clip=0.5, delay=2)
+        for learner in range(1 if update_after == "step" else len(SEEDS)):
+            verbs.update(learner, delayed=update % 2 == 0)
+    for k, oracle in enumerate(oracles):
+        assert_equal(tensors(one_seed(agent, k)), oracle.tensors(), weights=1e-3, moments=2e-2)
+    assert (sums["critic_loss"] > 0).all() and (sums["q_mean"] != 0).all() and (sums["actor_loss"] != 0).all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_exploring_is_the_same_in_every_mode(mode):
+    agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
+    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode))
+    obs = np.random.default_rng(1).normal(size=(len(SEEDS), 3, OBS)).astype(np.float32)
+    first, second = verbs.explore(obs, 4), verbs.explore(2 * obs, 5)
+    assert first.dtype == np.float32 and first.shape == (len(SEEDS), 3, ACTION)
+    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1), atol=1e-5)
+    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1), atol=1e-5)
+
+
+def test_bfloat16_is_for_products_alone():
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor has no bfloat16")
+    agents_after = {}
+    for precision in ("fp32", "bf16"):
+        agent = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN)
+        verbs, _ = verbs_of(agent, filled_memory(), replace(CONFIG, accelerate="eager", precision=precision))
+        for update in range(1, 11):
+            verbs.update(0, delayed=update % 2 == 0)
+        agents_after[precision] = tensors(agent)
+    exact, rounded = agents_after["fp32"], agents_after["bf16"]
+    for name, tensor in rounded.items():
+        assert tensor.dtype == exact[name].dtype, name
+        if "adam" not in name and name != "seeds":
+            assert 0 < (tensor - exact[name]).norm() / exact[name].norm() < 0.05, name
+
+
+def test_short_runs_never_wait_for_a_compiler():
+    def mode(**knobs):
+        return settle(Config(device="cpu", **knobs), "td3", "HalfCheetah-v5", 1).accelerate
+
+    assert mode(steps=10_000) == "eager" and mode(steps=1_000_000) == "compile"
+    assert mode(steps=10_000, updates_per_step=20) == "compile"
+    assert mode(steps=1_000_000, accelerate="eager") == "eager"
+
+
+def test_what_the_hardware_cannot_is_refused(monkeypatch):
+    with pytest.raises(t3d.T3DError, match="tf32 is for NVIDIA GPUs"):
+        settle(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    with pytest.raises(t3d.T3DError, match="bf16: this processor has no such numbers"):
+        settle(Config(device="cpu", precision="bf16"), "td3", "Pendulum-v1", 1)
+
+
+def test_without_a_compiler_it_says_so_once_and_goes_on(tmp_path):
+    command = ["-m", "t3d", "train", "Pendulum-v1", "--steps", "250", "--accelerate", "compile", "--out", "run"]
+    command += ["--hidden", "8", "--batch-size", "8", "--eval-episodes", "1", "--device", "cpu"]
+    environment = {**os.environ, "CXX": "/bin/false", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cannot be compiled here") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["accelerate"] == "eager"
+
+
+def test_the_algorithm_knows_nothing_of_how_it_is_run():
+    text = (Path(t3d.__file__).parent / "steps.py").read_text().lower()
+    assert not re.search(r"compil|\bgraph|device|stream|cuda|autocast", text)
