@@ -10,21 +10,18 @@ measured pinned to a single core. Results go to benchmarks/results/environments-
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv
+from machine import save
 
 from t3d.envs import open_source
 
-RESULTS = Path(__file__).parent / "results"
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -130,20 +127,10 @@ def main():
                 print(f"  {title:<9} {name:<14} {value:9.1f} µs a step, {value / int(name.split()[1]):7.1f} each")
         for name, times in ratios.items():
             print(f"  {times:5.2f}x  {name}")
-    packages = {name: version(name) for name in ("mujoco", "gymnasium", "numpy")}
-    where = {"python": platform.python_version(), "cores": len(CORES), "processor": processor(), **packages}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"environments-{len(CORES)}-cores.json"
-    command = " ".join(["python", "benchmarks/environments.py", *arguments.tasks])
-    path.write_text(json.dumps({"command": command, **where, "results": results}, indent=2, ensure_ascii=False) + "\n")
-    print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print()
+    save("environments", ("mujoco", "gymnasium", "numpy"), results)
     sys.stdout.flush()
     os._exit(0)
-
-
-def processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ benchmarks/results/speed-CORES-cores.json.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import venv
-from importlib.metadata import version
 from pathlib import Path
+
+from machine import save
 
 HERE = Path(__file__).resolve().parent
 ENV, BATCH, HIDDEN, OBS, ACTION = "HalfCheetah-v5", 256, 256, 17, 6
@@ -139,19 +139,8 @@ def report(arguments, contenders, wall, cpu):
     one, four = "ours compile fp32", "ours compile fp32, 4 seeds"
     if one in wall and four in wall:
         print(f"four seeds cost {ratio(wall[four], wall[one]):.2f} times one seed")
-    cores = len(os.sched_getaffinity(0))
-    packages = {name: version(name) for name in ("torch", "mujoco", "gymnasium", "numpy")}
-    where = {"python": platform.python_version(), "cores": cores, "processor": processor(), **packages}
     peers = {name: package for name, (package, _) in PEERS.items()}
-    command = " ".join(["python", "benchmarks/speed.py", *sys.argv[1:]])
-    path = HERE / "results" / f"speed-{cores}-cores.json"
-    path.write_text(json.dumps({"command": command, **where, "peers": peers, "results": table}, indent=2) + "\n")
-    print(f"written to benchmarks/results/{path.name}")
-
-
-def processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    save("speed", ("torch", "mujoco", "gymnasium", "numpy"), table, peers=peers)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from t3d.envs import Maker, Source, open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.policy import Policy, read_policy
-from t3d.runs.folder import Run, Which, claim
+from t3d.runs.folder import Run, Which, claim, refuse_used
 from t3d.runs.report import learning_curve
 
 MOST_SEEDS = 10_000
@@ -72,6 +72,8 @@ def start(
 ) -> Run:
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
     name = source.name
+    if out is not None and Path(out).exists():
+        refuse_used(Path(out))  # now, not after a minute of compiling
     config = settle(config, preset, name, len(seeds))
     with hardware(config.threads, config.precision):
         state = training.begin(source, seeds, config)
@@ -80,7 +82,7 @@ def start(
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             run.begin(training.describe(source, preset, seeds, config))
-            display.say(headline(name, preset, seeds, config, run))
+            display.say(headline(name, preset, seeds, config, run, training.peak_memory(state)))
             try:
                 with display:
                     training.run(state, verbs, evaluator, config, run, display)
@@ -112,7 +114,7 @@ def ready(state: training.State, config: Config, display: Display) -> tuple[Verb
     return accelerate(state.agent, state.memory, state.sums, config), config
 
 
-def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run) -> str:
+def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run, memory: int) -> str:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
@@ -124,6 +126,7 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run)
         f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
         f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
         f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
+        f"memory: {memory / 2**30:.2f} GiB when the replay is full\n"
         f"run folder: {run.path}"
     )
 

@@ -4,6 +4,8 @@ Everything that changes during a run hangs off one `State`. Shapes: S seeds, N e
 """
 
 import platform
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,6 +86,16 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         sums={name: torch.zeros(count, device=device) for name in METRICS},
         counts={name: np.zeros(count, np.int64) for name in METRICS},
     )
+
+
+def peak_memory(state: State) -> int:
+    """Bytes that this process will have had at most: what it has had so far, and the replay memory, still untouched.
+
+    What is on a GPU is not counted here.
+    """
+    rows = state.memory.rows
+    so_far = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return so_far + (rows.nbytes if rows.device.type == "cpu" else 0)
 
 
 def run(state: State, verbs: Verbs, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:

@@ -36,7 +36,7 @@ def claim(out: str | Path | None, env: str) -> Path:
             return path
         except FileExistsError:
             if out is not None:
-                _refuse_used(path)
+                refuse_used(path)
                 return path
             count += 1
             path = Path("runs", f"{stem}-{count}")
@@ -44,7 +44,8 @@ def claim(out: str | Path | None, env: str) -> Path:
             raise T3DError(f"cannot make the folder {path}: {getattr(error, 'strerror', error)}.") from error
 
 
-def _refuse_used(path: Path) -> None:
+def refuse_used(path: Path) -> None:
+    """Say so where a folder cannot become a new run's."""
     if not path.is_dir():
         raise T3DError(f"{path} is a file, not a folder; give --out another name.")
     try:
