@@ -77,6 +77,10 @@ def tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     """Every tensor of a state by its name, `critic_adam.m.w1`: what is saved, restored and compared."""
     if isinstance(value, Tensor):
         return {prefix: value}
+    if isinstance(value, np.ndarray):
+        return {prefix: torch.from_numpy(value)}
+    if isinstance(value, int | list):
+        return {prefix: torch.tensor(value)}
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     elif isinstance(value, Replay):

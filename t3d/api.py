@@ -1,7 +1,11 @@
 """The Python surface: `t3d.train` and `t3d.load`. The command line calls the same two."""
 
-from collections.abc import Sequence, Sized
-from contextlib import closing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from operator import index
 from pathlib import Path
@@ -9,15 +13,17 @@ from typing import Any, get_args
 
 from gymnasium.vector import VectorEnv
 
-from t3d import training
+from t3d import files, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
-from t3d.config import PRESETS, Config, Preset, from_values, settle
+from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
+from t3d.limits import short_of_disk
 from t3d.policy import Policy, read_policy
-from t3d.runs.folder import Run, Which, claim, refuse_used
+from t3d.runs.checkpoints import Checkpoints
+from t3d.runs.folder import NOT_KNOBS, Run, Which, claim, refuse_used
 from t3d.runs.report import learning_curve
 
 MOST_SEEDS = 10_000
@@ -72,34 +78,164 @@ def start(
 ) -> Run:
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
     name = source.name
-    if out is not None and Path(out).exists():
+    if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
     config = settle(config, preset, name, len(seeds))
+    display = Display(config.steps, seeds, quiet=not progress)
     with hardware(config.threads, config.precision):
         state = training.begin(source, seeds, config)
         with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
-            display = Display(config.steps, seeds, quiet=not progress)
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
-            run.begin(training.describe(source, preset, seeds, config))
-            display.say(headline(name, preset, seeds, config, run, training.peak_memory(state)))
-            try:
-                with display:
-                    training.run(state, verbs, evaluator, config, run, display)
-            except KeyboardInterrupt:
-                display.say(f"stopped at step {state.step:,}; what was learned by the last evaluation is in {run.path}")
-                raise
-            finally:
-                if run.evaluations:
-                    learning_curve(run)
-            if state.envs.lost or state.envs.cut:
-                display.say(
-                    f"{state.envs.lost} worker processes died or hung and were replaced;"
-                    f" {state.envs.cut} episodes were cut because a simulation broke down."
-                )
-            if not state.updates.any():
-                display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
+            with run.lock():
+                run.begin(training.describe(source, preset, seeds, config))
+                display.say(headline(name, preset, seeds, config, run, training.peak_memory(state)))
+                if warning := short_of_disk(run.path, training.disk_needed(state)):
+                    display.say(warning)
+                with closing(Checkpoints(run.path, training.about(config))) as checkpoints:
+                    go_on(state, verbs, evaluator, config, run, display, checkpoints)
     return run
+
+
+def resume(
+    run: str | Path | Run,
+    steps: float | None = None,
+    *,
+    env: Maker | None = None,
+    allow_modules: Sequence[str] = (),
+    progress: bool = True,
+) -> Run:
+    """Go on with a run where its newest whole checkpoint was made, to `steps` if more are given.
+
+    `env` makes the environments of a run whose environment was made by a function in Python.
+    """
+    run = Run.open(run)
+    where = str(run.path / "config.json")
+    with run.lock():
+        config = from_values({k: v for k, v in run.config.items() if k not in NOT_KNOBS}, Config(), where)
+        if steps is not None:
+            config = longer(config, from_values({"steps": steps}, config, "resume()").steps, run)
+        check_ranges(config)
+        refuse_hardware(config)
+        if run.config.get("callable") and env is None:
+            raise T3DError(
+                f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
+                " bring back; use t3d.resume(run, env=...) from Python."
+            )
+        source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
+        display = Display(config.steps, run.seeds, quiet=not progress)
+        with hardware(config.threads, config.precision):
+            state = training.begin(source, run.seeds, config)
+            with (
+                closing(state.envs),
+                closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
+                closing(Checkpoints(run.path, training.about(config))) as checkpoints,
+            ):
+                take_up(state, config, run, display, checkpoints)
+                if state.step >= config.steps and state.evaluated == state.step:
+                    display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
+                    learning_curve(run)
+                    return run
+                verbs, ready_config = ready(state, config, display)
+                if ready_config != config:
+                    raise T3DError(f"{run.path} was compiled, and here nothing can be: it would not be the same run.")
+                go_on(state, verbs, evaluator, config, run, display, checkpoints)
+    return run
+
+
+def longer(config: Config, steps: int, run: Run) -> Config:
+    """The same run with more steps, and config.json with them."""
+    if steps < config.steps:
+        raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
+    if steps > config.steps:
+        config = replace(config, steps=steps)
+        files.write_json(run.path / "config.json", {**run.config, "steps": steps})
+    return config
+
+
+def take_up(state: training.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
+    """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
+    found, skipped = checkpoints.newest()
+    for sentence in skipped:
+        display.say(sentence)
+    reached = max((row["step"] for row in run.metrics), default=0)
+    if found is None and any(checkpoints.written()):
+        raise T3DError(f"no checkpoint of {run.path} is whole. " + " ".join(skipped))
+    if found is None:
+        display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
+        run.restart()
+        return
+    for name, now in training.about(config).items():
+        if found.about.get(name) != now:
+            display.say(f"{name} was {found.about.get(name)} and is {now}: the run goes on, but not bit for bit.")
+    missed = training.restore(state, checkpoints.load(found, state.memory), found.folder)
+    redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
+    display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
+    if missed.any():
+        display.say(
+            f"{int(missed.sum())} of {missed.size} environments did not come back to where they were: their episodes"
+            " are cut here, and the run goes on, but not bit for bit."
+        )
+
+
+def go_on(
+    state: training.State,
+    verbs: Verbs,
+    evaluator: Evaluator,
+    config: Config,
+    run: Run,
+    display: Display,
+    checkpoints: Checkpoints,
+) -> None:
+    """Train to the end, or until a signal says to stop."""
+    with stopping() as stop:
+        try:
+            with display:
+                training.run(state, verbs, evaluator, config, run, display, checkpoints, stop)
+        finally:
+            if run.evaluations:
+                learning_curve(run)
+    if stop.signal is not None and state.step < config.steps:
+        display.say(f"Stopped and saved at step {state.step:,}. To go on: t3d resume {run.path}")
+        if stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + stop.signal)
+    if state.envs.lost or state.envs.cut:
+        display.say(
+            f"{state.envs.lost} worker processes died or hung and were replaced;"
+            f" {state.envs.cut} episodes were cut because a simulation broke down."
+        )
+    if not state.updates.any():
+        display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
+
+
+class Stop:
+    """Whether a signal has asked to stop, and which."""
+
+    signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    def ask(self, number: int, _: Any) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)  # asked twice: at once; the last checkpoint is whole
+        self.signal = number
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM ask to stop; the step is finished and everything saved."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ready(state: training.State, config: Config, display: Display) -> tuple[Verbs, Config]:

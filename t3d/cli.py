@@ -1,4 +1,4 @@
-"""The command line: `t3d train`, `t3d evaluate`, `t3d doctor`.
+"""The command line: `t3d train`, `t3d resume`, `t3d evaluate`, `t3d doctor`.
 
 Options are the fields of the dataclasses below and of `config.Config`. What is wrong with the input is said
 in one sentence, with exit code 2 and no traceback.
@@ -62,6 +62,21 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """Go on with a run that was stopped, killed, or is to be longer.
+
+    From its newest whole checkpoint, bit for bit as if nothing had happened.
+    """
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """The run folder."""
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as it was)")] = None
+    """Environment steps for each seed in all; more than before make the run longer."""
+    allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
+    """Modules that may be imported to make the environment, if the run names one."""
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """Play noise-free episodes with the policies of a run.
 
@@ -93,7 +108,8 @@ class Doctor:
     """Steps with random actions, compared with gymnasium.make bit for bit."""
 
 
-COMMANDS = {"train": Train, "evaluate": Evaluate, "doctor": Doctor}
+Command = Train | Resume | Evaluate | Doctor
+COMMANDS = {"train": Train, "resume": Resume, "evaluate": Evaluate, "doctor": Doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = parse(arguments)
         if isinstance(command, Train):
             train(command)
+        elif isinstance(command, Resume):
+            conclude(api.resume(command.run, command.steps, allow_modules=command.allow_module))
         elif isinstance(command, Evaluate):
             evaluate(command)
         else:
@@ -123,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse(arguments: list[str]) -> Train | Evaluate | Doctor:
+def parse(arguments: list[str]) -> Command:
     """The command and its options; a preset or a config file sets the defaults that the others are seen beside."""
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         word, known = arguments[0], ", ".join(COMMANDS)
@@ -131,9 +149,10 @@ def parse(arguments: list[str]) -> Train | Evaluate | Doctor:
     arguments, env_args = _take_env_args(arguments)
     default = _train_defaults(arguments) if arguments[0] == "train" else Train()
     choice: Any = Annotated[Train, subcommand("train", default=default)]
-    choice |= Annotated[Evaluate, subcommand("evaluate")] | Annotated[Doctor, subcommand("doctor")]
+    choice |= Annotated[Resume, subcommand("resume")] | Annotated[Evaluate, subcommand("evaluate")]
+    choice |= Annotated[Doctor, subcommand("doctor")]
     with _whole_numbers():
-        command: Train | Evaluate | Doctor = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
+        command: Command = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
     return replace(command, env_args=env_args) if isinstance(command, Train) else command
 
 
@@ -224,7 +243,7 @@ def _whole_number(word: str) -> int:
 
 
 def train(command: Train) -> None:
-    """Train, then say what came of it and what to type next."""
+    """Train from the start."""
     env, env_args = command.env, command.env_args
     if command.config and not env:
         env, env_args = _env_in(command.config), {**read_config(command.config)["env_args"], **env_args}
@@ -237,7 +256,11 @@ def train(command: Train) -> None:
             # They were chosen for a longer run; a shorter one keeps the rule of a tenth.
             knobs = replace(knobs, random_steps=min(file.random_steps, knobs.steps // 10))
     source, seeds = open_source(env, env_args), _chosen_seeds(command)
-    run = api.start(source, seeds, knobs, command.preset, command.out, progress=True)
+    conclude(api.start(source, seeds, knobs, command.preset, command.out, progress=True))
+
+
+def conclude(run: Run) -> None:
+    """Say what came of a run and what to type next."""
     console = open_console()
     last = max(row["step"] for row in run.evaluations)
     finals = [row["mean"] for row in run.evaluations if row["step"] == last]

@@ -58,6 +58,8 @@ class Config(Knobs):
     """Noise-free episodes in an evaluation."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
+    checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"
+    """Save the whole run every N environment steps, or every so many seconds, as in 60s."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to learn; auto takes a GPU if there is one."""
     threads: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: by size)")] = AUTO
@@ -141,6 +143,8 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, list | tuple | np.ndarray):
             raise wrong
         return tuple(_typed(where, name, item, int) for item in value)
+    if hint is str:
+        return str(value)
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real too
         raise wrong
     try:
@@ -184,14 +188,15 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
             " give fewer random steps or more steps."
         )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
-    refuse_precision(config.precision, device)
+    refuse_hardware(config)
     return config
 
 
-def refuse_precision(precision: str, device: str) -> None:
-    """Say so where the hardware has no such numbers: it would pretend to, slowly."""
+def refuse_hardware(config: Config) -> None:
+    """Say so where there is no such device, or it has no such numbers: it would pretend to, slowly."""
+    precision, device = config.precision, config.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
     if precision == "tf32" and device != "cuda":
         raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
     if precision == "bf16":
@@ -207,8 +212,21 @@ def _threads(config: Config, seeds: int) -> int:
     return min(cores, 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1
 
 
+def parse_every(text: str) -> tuple[float, int]:
+    """60s is 60 seconds, 5000 or 5e3 that many steps: (seconds, steps), one of them 0."""
+    number, seconds = (text[:-1], True) if text.endswith("s") else (text, False)
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12 or not (seconds or value.is_integer()):
+        raise T3DError(f"--checkpoint-every cannot be {text!r}: it is steps, as in 5000, or seconds, as in 60s.")
+    return (value, 0) if seconds else (0.0, int(value))
+
+
 def check_ranges(config: Config) -> None:
     """Refuse a knob that is out of its range."""
+    parse_every(config.checkpoint_every)
     for name, (low, high, closed) in _RANGES.items():
         value = getattr(config, name)
         for number in value if isinstance(value, tuple) else (value,):

@@ -4,7 +4,7 @@ Every policy of a run is evaluated in one batch of one shape, (S, episodes, O), 
 after: products of another shape may round differently, and then a recorded score could not be had again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +39,15 @@ class Evaluator:
         return rng.integer(seed, Purpose.EVALUATION, episode)
 
     @torch.no_grad()
-    def play(self, actor: Parameters, first_episode: int = 0) -> Evaluation:
-        """Episodes `first_episode`, … of every seed with its own actor (S, in, out)."""
+    def play(self, actor: Parameters, first_episode: int = 0, stop: Callable[[], bool] = lambda: False) -> Evaluation:
+        """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop."""
         self._first_episode = first_episode
         shape = (len(self.seeds), self.episodes)
         device = actor["w1"].device
         returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
         active = np.ones(self.envs.count, bool)
         obs = self.envs.reset()
-        while active.any():
+        while active.any() and not stop():
             batch = torch.from_numpy(obs).reshape(*shape, -1).to(device)
             action = networks.actor(actor, batch).cpu().numpy()
             refuse_divergence(action, self.seeds)

@@ -11,6 +11,7 @@ Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1, width); (S,) f
 many of them are there now.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +97,23 @@ class Replay:
         discount = gamma ** span.squeeze(-1)
         return Batch(obs, action, reward.squeeze(-1), next_obs, terminated.squeeze(-1), discount)
 
+    def since(self, first: NDArray[np.int64]) -> list[Tensor]:
+        """Copies of each seed's rows from the `first`-th (S,) on, in the order they were stored."""
+        rows = []
+        for k, (begin, end) in enumerate(zip(first.tolist(), self.stored.tolist(), strict=True)):
+            where = torch.arange(begin, end, device=self.rows.device) % self.capacity
+            rows.append(self.rows[k].index_select(0, where).cpu())
+        return rows
+
+    def put(self, first: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Rows that `since` gave, back in their places; segments go in from the oldest to the newest."""
+        for k, (begin, part) in enumerate(zip(first, rows, strict=True)):
+            part, begin = part[-self.capacity :], begin + max(0, len(part) - self.capacity)
+            where = torch.arange(begin, begin + len(part)) % self.capacity
+            self.rows[k].index_copy_(0, where.to(self.rows.device), part.to(self.rows.device))
+            self.stored[k] = begin + len(part)
+        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+
     def seed(self, k: int) -> "Replay":
         """The memory of seed `k` alone; it shares its storage with this one."""
         view = object.__new__(Replay)
@@ -130,7 +148,6 @@ class NStep:
         self.obs = np.zeros((n, seeds, envs, obs_dim), np.float32)
         self.action = np.zeros((n, seeds, envs, action_dim), np.float32)
         self.reward = np.zeros((n, seeds, envs))
-        self.next_obs = np.zeros((seeds, envs, obs_dim), np.float32)
         self.pending = np.zeros((seeds, envs), np.int64)
 
     def add(
@@ -155,7 +172,8 @@ class NStep:
             mask = valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim))
             ring[:-1] = np.where(mask, ring[1:], ring[:-1])
             ring[-1] = np.where(mask, new, ring[-1])
-        self.next_obs = np.where(valid[..., None], next_obs, self.next_obs)
+        # Where there is none, `obs` is still what the last transition led to.
+        next_obs = np.where(valid[..., None], next_obs, obs)
         self.pending = np.where(valid, np.minimum(self.pending + 1, self.n), self.pending)
 
         ended = terminated | truncated
@@ -168,7 +186,7 @@ class NStep:
             cut = ended & (self.pending >= span) & (valid | (span < self.n))
             filled = np.full(total.shape, float(span))
             rows.append(
-                Rows(self.obs[-span], self.action[-span], total, self.next_obs, terminated & valid, filled, full | cut)
+                Rows(self.obs[-span], self.action[-span], total, next_obs, terminated & valid, filled, full | cut)
             )
         self.pending[ended] = 0
         rows.reverse()

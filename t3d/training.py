@@ -7,10 +7,12 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,16 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
-from t3d import rng
+from t3d import files, rng
 from t3d.accelerate import Verbs
-from t3d.config import Config
+from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.evaluation import Evaluation, Evaluator
+from t3d.limits import refuse_oversize
 from t3d.policy import Card, Policy
 from t3d.replay import NStep, Replay, row_width
 from t3d.rng import Purpose
+from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
 from t3d.steps import Agent, init_agent, is_delayed
 
@@ -37,7 +41,7 @@ METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the
 
 @dataclass
 class State:
-    """A run in progress."""
+    """A run in progress: all that changes."""
 
     seeds: list[int]
     agent: Agent
@@ -45,14 +49,18 @@ class State:
     steps_under_way: NStep
     envs: EnvBatch
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
+    played: NDArray[np.float32]  # (S, N, T, A) the actions of the episodes under way, to find the way back to here
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
     updates: NDArray[np.int64]  # (S,) updates that were run: `agent.updates`, known without asking the device
-    best: list[float]  # each seed's best evaluation
+    best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     counts: dict[str, NDArray[np.int64]]  # (S,) and how many of each
+    fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
     step: int = 0  # environment steps of each seed
+    logged: int = 0  # the step of the last rows of losses
+    evaluated: int = -1  # the step of the last evaluation
 
 
 def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
@@ -66,7 +74,11 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     device = torch.device(config.device)
     capacity = min(config.buffer_size, config.steps)
     try:
+        refuse_oversize(capacity, row_width(envs.obs_dim, envs.actions.dim) * 4, count, device)
         memory = Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device)
+    except T3DError:
+        envs.close()
+        raise
     except RuntimeError as error:
         envs.close()
         size = count * capacity * row_width(envs.obs_dim, envs.actions.dim) * 4 / 2**30
@@ -78,14 +90,94 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, envs.obs_dim, envs.actions.dim),
         envs=envs,
         obs=envs.reset().reshape(count, per_seed, -1),
+        played=np.zeros((count, per_seed, 0, envs.actions.dim), np.float32),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
         earned=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
-        best=[-np.inf] * count,
+        best=np.full(count, -np.inf),
         sums={name: torch.zeros(count, device=device) for name in METRICS},
         counts={name: np.zeros(count, np.int64) for name in METRICS},
+        fingerprint=np.zeros(32, np.uint8),
     )
+
+
+def saved(state: State) -> dict[str, Tensor]:
+    """Every number of the state by its name, but the rows of the memory and what environments hold inside.
+
+    Arrays share their memory with the state, so what is copied into them is in the state.
+    """
+    parts = {field.name: getattr(state, field.name) for field in fields(state)}
+    parts |= {"memory": {"stored": state.memory.stored}, "envs": {"episodes": np.array(state.envs.episodes)}}
+    parts["steps_under_way"] = {k: v for k, v in vars(state.steps_under_way).items() if isinstance(v, np.ndarray)}
+    parts["played"] = state.played[:, :, : state.episode_length.max()]
+    return agents.tensors(parts)
+
+
+def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bool_]:
+    """Put a state that was saved in the place of a fresh one; the memory has its rows already.
+
+    Environments find the way back by playing the episodes under way again. Returns which of them (S, N) did not arrive
+    where they had been: their episodes are cut there.
+    """
+    # As long as it was when it was saved, not as it is now.
+    state.played = np.zeros((*state.played.shape[:2], *given["played"].shape[2:]), np.float32)
+    state.episode_length[:] = given["played"].shape[2]
+    live = saved(state)
+    if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
+        raise T3DError(f"{path} belongs to a run with other seeds.")
+    files.copy_tensors(path, given, live)
+    state.step, state.logged, state.evaluated = (int(given[name]) for name in ("step", "logged", "evaluated"))
+    episodes = given["envs.episodes"].tolist()
+    actions = [state.played[k, i, : state.episode_length[k, i]] for k, i in np.ndindex(state.episode_length.shape)]
+    expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
+    missed = ~played_again(state.envs, episodes, actions, expected, returns)
+    if missed.any():
+        new = [episode + bool(lost) for episode, lost in zip(episodes, missed, strict=True)]
+        actions = [part[:0] if lost else part for part, lost in zip(actions, missed, strict=True)]
+        obs = play_again(state.envs, new, actions)[0].reshape(state.obs.shape)
+        cut_episodes(state, missed.reshape(state.episode_length.shape), obs)
+    return missed.reshape(state.episode_length.shape)
+
+
+def play_again(
+    envs: EnvBatch, episodes: Sequence[int], actions: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_]]:
+    """Each environment from its episode's start through its actions: observations, returns, whose episode ended."""
+    obs, returns, ended = envs.reset(episodes), np.zeros(envs.count), np.zeros(envs.count, bool)
+    lengths = np.array([len(part) for part in actions])
+    for t in range(int(lengths.max(initial=0))):
+        active = (lengths > t) & ~ended
+        now = np.zeros((envs.count, envs.actions.dim), np.float32)
+        for i in map(int, np.flatnonzero(active)):
+            now[i] = actions[i][t]
+        moved = envs.step(now, active)
+        obs, returns = moved.obs, returns + moved.reward
+        ended |= moved.terminated | moved.truncated
+    return obs, returns, ended
+
+
+def played_again(
+    envs: EnvBatch,
+    episodes: Sequence[int],
+    actions: Sequence[NDArray[np.float32]],
+    obs: NDArray[np.float32],
+    returns: NDArray[np.float64],
+) -> NDArray[np.bool_]:
+    """Play them again; which arrived at the same observation and the same return, to the last bit."""
+    now, again, ended = play_again(envs, episodes, actions)
+    same: NDArray[np.bool_] = (now == obs).all(1) & (again == returns) & ~ended
+    return same
+
+
+def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float32]) -> None:
+    """End episodes that cannot be gone on with as if a time limit had: what came before them is kept."""
+    no = np.zeros(missed.shape, bool)
+    nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
+    rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
+    state.memory.add(*rows)
+    state.obs = obs
+    state.episode_return[missed], state.episode_length[missed] = 0, 0
 
 
 def peak_memory(state: State) -> int:
@@ -98,29 +190,73 @@ def peak_memory(state: State) -> int:
     return so_far + (rows.nbytes if rows.device.type == "cpu" else 0)
 
 
-def run(state: State, verbs: Verbs, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
-    """Train to the last step, keeping the folder up to date."""
-    evaluate(state, evaluator, config, folder, display)
-    marked, marked_step = time.perf_counter(), 0
-    while state.step < config.steps:
-        before = state.step
-        rows = collect(state, act(state, config, verbs), config)
-        learn_owed(state, config, verbs)
-        display.advance(state.step, state.envs.lost)
+def disk_needed(state: State) -> int:
+    """Bytes that checkpoints will take at most: the rows, twice while they are put together, and three states."""
+    return 2 * state.memory.rows.nbytes + 3 * sum(tensor.nbytes for tensor in saved(state).values())
 
-        last = state.step == config.steps
-        if state.step // config.log_every > before // config.log_every or last:
+
+def run(
+    state: State,
+    verbs: Verbs,
+    evaluator: Evaluator,
+    config: Config,
+    folder: Run,
+    display: Display,
+    checkpoints: Checkpoints,
+    stop: Callable[[], bool],
+) -> None:
+    """Train to the last step, or until told to stop, keeping the folder up to date.
+
+    A run that was stopped anywhere goes on from the top: what is owed is done first, in the same order.
+    """
+    schedule = Schedule(config.checkpoint_every, state.step)
+    marked, marked_step = time.perf_counter(), state.step
+    if state.evaluated < 0:
+        checkpoints.save(state.step, saved(state), state.memory)
+    while True:
+        learn_owed(state, config, verbs, stop)
+        last = state.step >= config.steps
+        if not stop() and (due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)):
             now = time.perf_counter()
-            training = training_rows(state, (state.step - marked_step) / (now - marked))
-            marked, marked_step = now, state.step
-            display.training(training)
-            rows += training
+            rows = training_rows(state, (state.step - marked_step) / (now - marked))
+            marked, marked_step, state.logged = now, state.step, state.step
+            display.training(rows)
+            folder.record(rows)
+        every = config.eval_every
+        if not stop() and (due(state.evaluated, state.step, every) or (last and state.evaluated < state.step)):
+            paused = time.perf_counter()
+            evaluate(state, evaluator, config, folder, display, stop)
+            marked += time.perf_counter() - paused
+        if stop() or last:
+            break
+        if not checkpoints.busy and schedule.due(state.step):
+            checkpoints.save(state.step, saved(state), state.memory)
+        rows = collect(state, act(state, config, verbs), config)
         if rows:
             folder.record(rows)
-        if state.step // config.eval_every > before // config.eval_every or last:
-            paused = time.perf_counter()
-            evaluate(state, evaluator, config, folder, display)
-            marked += time.perf_counter() - paused
+        display.advance(state.step, state.envs.lost)
+    checkpoints.save(state.step, saved(state), state.memory)
+    checkpoints.wait()
+
+
+def due(before: int, now: int, every: int) -> bool:
+    """Whether a multiple of `every` was reached since `before`; the first time always."""
+    return before < 0 or now // every > before // every
+
+
+class Schedule:
+    """When to save: every so many steps, or every so many seconds."""
+
+    def __init__(self, every: str, step: int) -> None:
+        self.seconds, self.steps = parse_every(every)
+        self._step, self._clock = step, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        now = time.monotonic()
+        if now - self._clock < self.seconds if self.seconds else not due(self._step, step, self.steps):
+            return False
+        self._step, self._clock = step, now
+        return True
 
 
 def act(state: State, config: Config, verbs: Verbs) -> NDArray[np.float32]:
@@ -148,6 +284,9 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
     transitions = state.steps_under_way.add(state.obs, action, reward, final_obs, terminated, truncated, valid)
     state.memory.add(*transitions)
 
+    told = b"".join(part.tobytes() for part in (state.fingerprint, action, obs, reward))
+    state.fingerprint = np.frombuffer(blake2b(told, digest_size=32).digest(), np.uint8).copy()
+    _note(state, action)
     state.obs = obs
     state.episode_return += reward
     state.episode_length += valid
@@ -167,21 +306,35 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
     return rows
 
 
-def learn_owed(state: State, config: Config, verbs: Verbs) -> None:
-    """Run the updates that are owed."""
+def _note(state: State, action: NDArray[np.float32]) -> None:
+    """Keep the actions of the episodes under way."""
+    longest = state.played.shape[2]
+    if state.episode_length.max() >= longest:
+        more = np.zeros((*action.shape[:2], max(longest, 128), action.shape[2]), np.float32)
+        state.played = np.concatenate([state.played, more], 2)
+    seed, env = np.ogrid[: action.shape[0], : action.shape[1]]
+    state.played[seed, env, state.episode_length] = action
+
+
+def learn_owed(state: State, config: Config, verbs: Verbs, stop: Callable[[], bool] = lambda: False) -> None:
+    """Run the updates that are owed, or as many of them as there is time for."""
     # From the whole count each time: 0.3 added up fifty times is not 15.
-    due = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
+    owed = np.floor(state.earned * config.updates_per_step + 1e-9).astype(np.int64) - state.updates
     if config.update_after == "step":
         if not state.memory.stored.all():
             return  # nothing to sample yet; the updates stay owed
-        _learn(state, config, verbs, 0, slice(None), int(due[0]))  # all seeds together: they owe the same
+        _learn(state, config, verbs, 0, slice(None), int(owed[0]), stop)  # all seeds together: they owe the same
         return
-    for k in map(int, np.flatnonzero(due)):
-        _learn(state, config, verbs, k, slice(k, k + 1), int(due[k]))
+    for k in map(int, np.flatnonzero(owed)):
+        _learn(state, config, verbs, k, slice(k, k + 1), int(owed[k]), stop)
 
 
-def _learn(state: State, config: Config, verbs: Verbs, learner: int, seeds: slice, times: int) -> None:
+def _learn(
+    state: State, config: Config, verbs: Verbs, learner: int, seeds: slice, times: int, stop: Callable[[], bool]
+) -> None:
     for _ in range(times):
+        if stop():
+            return
         state.updates[seeds] += 1
         delayed = is_delayed(int(state.updates[seeds][0]), config.policy_delay)
         verbs.update(learner, delayed)
@@ -209,9 +362,13 @@ def _finite(number: float) -> float | None:
     return number if np.isfinite(number) else None
 
 
-def evaluate(state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display) -> None:
+def evaluate(
+    state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display, stop: Callable[[], bool]
+) -> None:
     """Play the fixed episodes with every seed's actor, record them, and keep the best and the last policies."""
-    evaluation = evaluator.play(state.agent.actor)
+    evaluation = evaluator.play(state.agent.actor, stop=stop)
+    if stop():
+        return  # it is still owed
     rows = []
     for k, seed in enumerate(state.seeds):
         returns, lengths = evaluation.returns[k].tolist(), evaluation.lengths[k].tolist()
@@ -226,6 +383,7 @@ def evaluate(state: State, evaluator: Evaluator, config: Config, folder: Run, di
         for which in names:
             policy.save(folder.policy_path(seed, which))
     folder.record(rows)
+    state.evaluated = state.step
     display.evaluated(state.step, evaluation)
 
 
@@ -251,6 +409,11 @@ def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) 
     """What config.json says."""
     env = {"env": source.name, "env_args": source.args, "callable": source.from_python}
     return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions()}
+
+
+def about(config: Config) -> dict[str, Any]:
+    """What bits depend on beside the run itself: written with every checkpoint."""
+    return {"versions": versions(), "device": config.device, "threads": config.threads, "processor": platform.machine()}
 
 
 def versions() -> dict[str, str]:

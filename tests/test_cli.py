@@ -308,7 +308,7 @@ def test_ctrl_c_keeps_what_was_learned(tmp_path):
             pass
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
-    assert process.returncode == 130 and "stopped at step" in out and "Traceback" not in err
+    assert process.returncode == 130 and "Stopped and saved at step" in out and "Traceback" not in err
     assert t3d.load(tmp_path / "run").card.env == "Pendulum-v1"
 
 

@@ -91,11 +91,12 @@ def test_sampling_is_even():
 
 def steps_through(nstep, script):
     """Rows out for a script of (time, ended) on one environment: (first time, span, reward, next, terminated)."""
-    out = []
+    out, now = [], 0.0
     for time, end in script:
         lost = end == "lost"
+        before, now = now, time + 0.5
         rows = nstep.add(
-            obs=np.full((1, 1, 1), time),
+            obs=np.full((1, 1, 1), before if lost else time),  # which a lost step leaves as it was
             action=np.full((1, 1, 1), time / 10),
             reward=np.full((1, 1), 10.0**time),
             next_obs=np.full((1, 1, 1), time + 0.5),

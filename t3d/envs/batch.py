@@ -1,6 +1,6 @@
 """The contract itself; the package's first lines say what each field means."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,7 +48,14 @@ class EnvBatch(Protocol):
         """Episodes that were cut because a simulation broke down."""
         ...
 
-    def reset(self) -> Floats: ...
+    @property
+    def episodes(self) -> list[int]:
+        """(N,) the episode that each environment is in, counted from 0."""
+        ...
+
+    def reset(self, episodes: Sequence[int] | None = None) -> Floats:
+        """The first observations of episode 0 of each, or of the `episodes` named."""
+        ...
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
         """Rows that are not `active` stand still and come back as not valid."""

@@ -40,7 +40,13 @@ class GymBatch:
     def lost(self) -> int:
         return sum(worker.replaced for worker in self._workers)
 
-    def reset(self) -> Floats:
+    @property
+    def episodes(self) -> list[int]:
+        return list(self._episode)
+
+    def reset(self, episodes: Sequence[int] | None = None) -> Floats:
+        if episodes is not None:
+            self._episode = [episode - 1 for episode in episodes]
         for i in range(self.count):
             self._obs[i] = self._reset_one(i)
         return self._obs.copy()

@@ -4,6 +4,7 @@ Gymnasium makes one environment, for the model and for every reset; only steppin
 in `mujoco_tasks.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -117,7 +118,13 @@ class MujocoBatch:
         # What most steps answer: nobody ended, everybody moved. They are handed out again and again: read only.
         self._no, self._yes = np.zeros(count, bool), np.ones(count, bool)
 
-    def reset(self) -> Floats:
+    @property
+    def episodes(self) -> list[int]:
+        return [int(episode) for episode in self._episode]
+
+    def reset(self, episodes: Sequence[int] | None = None) -> Floats:
+        if episodes is not None:
+            self._episode = np.array(episodes) - 1
         for i in range(self.count):
             self._reset_one(i)
         self._count_steps()

@@ -5,6 +5,7 @@ SAME_STEP   the call that ends an episode already shows the next one; the true l
 DISABLED    it must be reset by hand, with a mask
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,13 @@ class VectorBatch:
         self._ended = np.zeros(self.count, bool)  # NEXT_STEP: whose next call only resets
         self._obs = np.zeros((self.count, self.obs_dim), np.float32)
 
-    def reset(self) -> Floats:
-        seeds: Any = [self._episode_seed(i, 0) for i in range(self.count)]  # one each; typed as one for all
+    @property
+    def episodes(self) -> list[int]:
+        return [0] * self.count  # a vector environment begins new ones by itself, from seeds of its own
+
+    def reset(self, episodes: Sequence[int] | None = None) -> Floats:
+        numbers = episodes or [0] * self.count
+        seeds: Any = [self._episode_seed(i, numbers[i]) for i in range(self.count)]  # one each; typed as one for all
         obs, _ = self._env.reset(seed=seeds)
         self._ended[:] = False
         self._obs = self._flat(obs)

@@ -6,7 +6,7 @@ import re
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from t3d import files
 from t3d.config import PRESETS
@@ -46,6 +46,11 @@ def claim(out: str | Path | None, env: str) -> Path:
 
 def refuse_used(path: Path) -> None:
     """Say so where a folder cannot become a new run's."""
+    try:
+        if not path.exists():
+            return
+    except (OSError, ValueError):
+        return  # it cannot be made either, and why is said then
     if not path.is_dir():
         raise T3DError(f"{path} is a file, not a folder; give --out another name.")
     try:
@@ -132,12 +137,21 @@ class Run:
     def policy_path(self, seed: int, which: Which) -> Path:
         return self.path / "policies" / f"{which}-seed-{seed}.safetensors"
 
+    def lock(self) -> IO[str]:
+        """Be the only one who writes here, until the file that is returned is closed or this process ends."""
+        sentence = f"{self.path} is being written by {{}}: one run folder has one writer."
+        return files.lock(self.path / ".lock", sentence)
+
     def begin(self, config: dict[str, Any]) -> None:
         """Write what is to be done."""
         for folder in ("policies", "report"):
             files.make_folder(self.path / folder)
         files.write_json(self.path / "config.json", {"format": FORMAT, **config})
         files.append_lines(self.path / "metrics.jsonl", [])
+
+    def restart(self) -> None:
+        """Before the first checkpoint: forget what was recorded."""
+        files.write_bytes(self.path / "metrics.jsonl", b"")
 
     def record(self, rows: list[dict[str, Any]]) -> None:
         """Append rows to metrics.jsonl."""

@@ -1,0 +1,66 @@
+"""How much memory and disk there is, before a run begins that needs more."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from t3d import files
+from t3d.errors import T3DError
+
+CGROUPS = (  # the limit of a container, and what of it is used: version 2 and version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_available()]
+    for limit, used in CGROUPS:
+        most, now = _number(Path(limit)), _number(Path(used))
+        if most is not None and now is not None:
+            found.append(max(0, most - now))
+    known = [number for number in found if number is not None]
+    return min(known) if known else None
+
+
+def _available() -> int | None:
+    try:
+        lines = files.read_text(Path("/proc/meminfo")).splitlines()
+    except T3DError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = files.read_text(path).strip()
+    except T3DError:
+        return None
+    return int(text) if text.isdecimal() else None  # "max" where there is no limit
+
+
+def refuse_oversize(rows: int, row_bytes: int, seeds: int, device: torch.device) -> None:
+    """Say before step 0 that a replay memory cannot be had, and the largest one that can."""
+    free = free_memory(device)
+    needed = rows * row_bytes * seeds
+    if free is not None and needed > free:
+        fits = int(0.9 * free) // (row_bytes * seeds)
+        raise T3DError(
+            f"the replay memory needs {needed / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free on this"
+            f" {'GPU' if device.type == 'cuda' else 'machine'}: --buffer-size {fits} fits."
+        )
+
+
+def short_of_disk(folder: Path, needed: int) -> str | None:
+    """A sentence where a folder's disk has less room than checkpoints will need."""
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return None
+    return (
+        f"Checkpoints of this run will need up to {needed / 2**30:,.2f} GiB, and the disk of {folder} has"
+        f" {free / 2**30:,.2f} GiB left: when it is full the run stops, with its last checkpoint whole."
+    )

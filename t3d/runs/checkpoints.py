@@ -1,0 +1,242 @@
+"""Checkpoints: everything that changes during a run, on the disk, so that it goes on after any crash bit for bit.
+
+    checkpoints/step-N/state.safetensors    every number of the run's state but the replay memory's rows
+    checkpoints/step-N/manifest.json        written last: with it the checkpoint exists, without it there is none
+    replay/step-N.safetensors               the rows that were new at step N, never changed again
+
+The manifest names every file with its size and SHA-256, also the segments of the replay memory that belong to it. A
+checkpoint costs what is new. Nothing is overwritten: an old checkpoint is removed when two newer ones are whole, a
+segment when no checkpoint that is left needs it. Writing goes on beside training, one checkpoint at a time.
+
+Shapes: S seeds. The rows of a seed are counted from 0 over the run; a segment holds those from `first` to `last` (S,).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t3d import files
+from t3d.errors import T3DError
+from t3d.replay import Replay
+
+FORMAT = 1
+KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
+MOST_SEGMENTS = 64  # then the older half is put together into one
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file of rows."""
+
+    file: str
+    size: int
+    sha256: str
+    first: list[int]
+    last: list[int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A manifest, read."""
+
+    folder: Path
+    step: int
+    state: files.Written
+    segments: list[Segment]
+    metrics: int  # bytes of metrics.jsonl that were written by then
+    about: dict[str, Any]  # versions, device, threads
+
+
+class Checkpoints:
+    """The checkpoints of a run folder."""
+
+    def __init__(self, run: Path, about: dict[str, Any]) -> None:
+        self.run, self.about = run, about
+        self.segments: list[Segment] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        for name in ("checkpoints", "replay"):
+            files.make_folder(run / name)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is still being written; what went wrong in it is raised here."""
+        if self._writing is not None and self._writing.done():
+            done, self._writing = self._writing, None
+            done.result()
+        return self._writing is not None
+
+    def save(self, step: int, state: Mapping[str, Tensor], memory: Replay) -> None:
+        """Take a copy of everything now, and write it while training goes on."""
+        self.wait()
+        metrics = files.sync(self.run / "metrics.jsonl")
+        copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        told = self.segments[-1].last if self.segments else [0] * len(memory.stored)
+        first = np.maximum(told, memory.stored - memory.capacity)  # the oldest may be overwritten already
+        rows = memory.since(first)
+        self._writing = self._worker.submit(
+            self._write, step, copy, rows, first.tolist(), memory.stored.tolist(), memory.capacity, metrics
+        )
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            done, self._writing = self._writing, None
+            done.result()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+    def _write(
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        rows: list[Tensor],
+        first: list[int],
+        last: list[int],
+        capacity: int,
+        metrics: int,
+    ) -> None:
+        segments = [part for part in self.segments if any(_needed(part, last, capacity))]
+        if first != last:
+            name = f"replay/step-{step}.safetensors"
+            written = files.write_tensors(self.run / name, {str(k): tensor for k, tensor in enumerate(rows)})
+            segments.append(Segment(name, written.size, written.sha256, first, last))
+        if len(segments) > MOST_SEGMENTS:
+            segments = self._together(step, segments)
+        folder = files.make_folder(self.run / "checkpoints" / f"step-{step}")
+        saved = files.write_tensors(folder / "state.safetensors", state)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "metrics_bytes": metrics,
+            "state": asdict(saved),
+            "segments": [asdict(part) for part in segments],
+            **self.about,
+        }
+        files.write_json(folder / "manifest.json", {"sha256": _digest(manifest), **manifest})
+        files.sync_folder(folder.parent)
+        if files.sha256(folder / "state.safetensors") != saved.sha256:
+            raise T3DError(f"{folder} does not hold what was written to it: the disk is not to be trusted.")
+        self.segments = segments
+        self._tidy()
+
+    def _together(self, step: int, segments: list[Segment]) -> list[Segment]:
+        """The older half of the segments in one file."""
+        old, rest = segments[: len(segments) // 2], segments[len(segments) // 2 :]
+        parts = [self._read_segment(part) for part in old]
+        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        name = f"replay/step-{step}-together.safetensors"
+        written = files.write_tensors(self.run / name, rows)
+        return [Segment(name, written.size, written.sha256, old[0].first, old[-1].last), *rest]
+
+    def _tidy(self) -> None:
+        """Remove what no checkpoint needs that stays."""
+        found, whole = sorted(self._folders(), reverse=True), sorted(self.written(), reverse=True)
+        stay = whole[:KEPT]
+        for step in found:
+            if step not in stay and (step in whole or step < max(stay, default=0)):
+                # The manifest first: a folder without it is no checkpoint, whatever is left of it.
+                files.remove(self._folder(step) / "manifest.json")
+                files.remove(self._folder(step))
+        needed = {part.file for part in self.segments}
+        for step in stay:
+            needed |= {part["file"] for part in files.read_json(self._folder(step) / "manifest.json")["segments"]}
+        for path in (self.run / "replay").iterdir():
+            if f"replay/{path.name}" not in needed:
+                files.remove(path)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _folder(self, step: int) -> Path:
+        return self.run / "checkpoints" / f"step-{step}"
+
+    def _folders(self) -> list[int]:
+        names = (path.name.removeprefix("step-") for path in (self.run / "checkpoints").iterdir())
+        return [int(name) for name in names if name.isdecimal()]
+
+    def written(self) -> list[int]:
+        """The steps of all checkpoints that were ever finished and are still there, damaged ones too."""
+        return [step for step in self._folders() if (self._folder(step) / "manifest.json").exists()]
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that is whole, and a sentence for each newer one that is not."""
+        skipped = []
+        for step in sorted(self._folders(), reverse=True):
+            folder = self._folder(step)
+            if not (folder / "manifest.json").exists():
+                skipped.append(f"{folder}: was being written when the run ended; skipped.")
+                continue
+            try:
+                return self._verified(folder), skipped
+            except T3DError as error:
+                skipped.append(f"{error} That checkpoint is skipped.")
+        return None, skipped
+
+    def _verified(self, folder: Path) -> Checkpoint:
+        """A manifest all of whose files are as they were written."""
+        path = folder / "manifest.json"
+        values = files.read_json(path)
+        if values.pop("sha256", None) != _digest(values):
+            raise T3DError(f"{path} is not as it was written: it is damaged.")
+        if values.pop("format", None) != FORMAT:
+            raise T3DError(f"{path} has another format than {FORMAT}.")
+        try:
+            state = files.Written(**values.pop("state"))
+            segments = [Segment(**part) for part in values.pop("segments")]
+            checkpoint = Checkpoint(folder, values.pop("step"), state, segments, values.pop("metrics_bytes"), values)
+            if f"step-{checkpoint.step}" != folder.name or type(checkpoint.metrics) is not int:
+                raise ValueError("it belongs to another folder")
+            for part in segments:
+                if Path(part.file).parent != Path("replay") or len(part.first) != len(part.last):
+                    raise ValueError(f"{part.file} is no segment")
+        except (KeyError, TypeError, ValueError) as error:
+            raise T3DError(f"{path} is no manifest of a checkpoint ({error}).") from error
+        self._check(folder / "state.safetensors", state.size, state.sha256)
+        for part in segments:
+            self._check(self.run / part.file, part.size, part.sha256)
+        return checkpoint
+
+    def _check(self, path: Path, size: int, sha256: str) -> None:
+        if not path.is_file():
+            raise T3DError(f"{path} is missing.")
+        if path.stat().st_size != size or files.sha256(path) != sha256:
+            raise T3DError(f"{path} is not as it was written: it is damaged.")
+
+    def load(self, checkpoint: Checkpoint, memory: Replay) -> dict[str, Tensor]:
+        """Fill the memory and return the state; everything newer than this checkpoint is removed."""
+        for step in self._folders():
+            if step > checkpoint.step or not (self._folder(step) / "manifest.json").exists():
+                files.remove(self._folder(step))
+        for part in checkpoint.segments:
+            memory.put(part.first, [rows for _, rows in sorted(self._read_segment(part).items(), key=_number)])
+        self.segments = list(checkpoint.segments)
+        self._tidy()
+        files.cut(self.run / "metrics.jsonl", checkpoint.metrics)
+        return files.read_tensors(checkpoint.folder / "state.safetensors")
+
+    def _read_segment(self, part: Segment) -> dict[str, Tensor]:
+        return files.read_tensors(self.run / part.file)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _number(item: tuple[str, Tensor]) -> int:
+    return int(item[0])
+
+
+def _needed(part: Segment, stored: list[int], capacity: int) -> list[bool]:
+    """Seed by seed, whether the ring still holds one of its rows."""
+    return [last > count - capacity for last, count in zip(part.last, stored, strict=True)]
