@@ -146,8 +146,8 @@ class Run:
         """Write what is to be done."""
         for folder in ("policies", "report"):
             files.make_folder(self.path / folder)
-        files.write_json(self.path / "config.json", {"format": FORMAT, **config})
         files.append_lines(self.path / "metrics.jsonl", [])
+        files.write_json(self.path / "config.json", {"format": FORMAT, **config})  # last: it makes the folder a run
 
     def restart(self) -> None:
         """Before the first checkpoint: forget what was recorded."""
