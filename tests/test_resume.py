@@ -1,6 +1,8 @@
 """A run that is stopped or killed anywhere and resumed is the run that nobody disturbed, bit for bit.
 
-python tests/test_resume.py [KILLS]      kill -9 at random instants, on four tasks, eager and compiled; 100 by default
+python tests/test_resume.py 100               kill -9 at random instants, on four tasks, eager and compiled
+python tests/test_resume.py --instants 1000   the same on Pendulum-v1 alone, again and again
+T3D_SIGNALS=50 pytest tests/test_resume.py -k signal
 """
 
 import json
@@ -9,10 +11,11 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -334,10 +337,48 @@ def test_killed_at_random_instants(env, tmp_path):
     assert kills >= 6 and end_of(tmp_path / "killed") == end_of(whole.path)
 
 
+def test_a_small_disk_that_fills_up(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    knobs = {**SMALL, "steps": 1500, "checkpoint_every": "100"}
+    try:
+        with pytest.raises(t3d.T3DError, match="No space left on device"):
+            t3d.train("Pendulum-v1", out=disk / "run", **{**knobs, "hidden": (32, 32)})
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        t3d.resume(disk / "run", progress=False)
+        whole = t3d.train("Pendulum-v1", out=tmp_path / "whole", **{**knobs, "hidden": (32, 32)})
+        assert end_of(disk / "run") == end_of(whole.path)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    run = t3d.train("Pendulum-v1", 100, out=tmp_path / "run", **SMALL)
+    for folder in (run.path, *run.path.parents):
+        with suppress(PermissionError):
+            folder.chmod(0o755)
+
+    def work():
+        os.setuid(65534)
+        for attempt in (
+            lambda: t3d.resume(run.path, steps=200),
+            lambda: t3d.train("Pendulum-v1", 100, out=run.path / "x"),
+        ):
+            with pytest.raises(t3d.T3DError, match="Permission denied"):
+                attempt()
+
+    before = end_of(run.path)
+    assert os.waitstatus_to_exitcode(os.waitpid(in_a_process(work), 0)[1]) == 0
+    assert end_of(run.path) == before
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_ends(number, code, tmp_path):
     knobs = {**SMALL, "steps": 100_000, "checkpoint_every": "600s"}
-    for _ in range(3):
+    for _ in range(int(os.environ.get("T3D_SIGNALS", "3"))):
         pid = in_a_process(lambda: go("Pendulum-v1", tmp_path / "run", **knobs))
         before = newest_of(tmp_path / "run")
         while not (tmp_path / "run" / "checkpoints" / "step-0" / "manifest.json").exists() and before < 0:

@@ -1,0 +1,87 @@
+"""What saving costs: processor time for each step at one save a minute, and how long a step is held up.
+
+    python benchmarks/saving.py [--saves 10]
+
+HalfCheetah-v5, compiled, batch 256, two hidden layers of 256, a memory of 1e6. First a thousand steps show what a step
+costs and how many a minute has; then the same run is saved again and again, each time with as many new rows as a minute
+gives, while it goes on training. Results go to benchmarks/results/saving-CORES-cores.json.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from machine import save
+
+from t3d import training
+from t3d.accelerate import accelerate, hardware
+from t3d.config import Config, settle
+from t3d.envs import open_source
+from t3d.files import append_lines
+from t3d.runs.checkpoints import Checkpoints
+
+ENV = "HalfCheetah-v5"
+
+
+def cpu():
+    return sum(os.times()[:2])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--saves", type=int, default=10)
+    arguments = parser.parse_args()
+    config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
+    with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory(dir=".") as folder:
+        append_lines(Path(folder) / "metrics.jsonl", [])
+        state = training.begin(open_source(ENV), [0], config)
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        checkpoints = Checkpoints(Path(folder), training.about(config))
+
+        def steps(n):
+            longest = 0.0
+            for _ in range(n):
+                start = time.perf_counter()
+                training.collect(state, training.act(state, config, verbs), config)
+                training.learn_owed(state, config, verbs)
+                longest = max(longest, time.perf_counter() - start)
+            return longest
+
+        steps(300)
+        clock, processors = time.perf_counter(), cpu()
+        longest_alone = steps(1000)
+        wall, spent = (time.perf_counter() - clock) / 1000, (cpu() - processors) / 1000
+        minute = int(60 / wall)
+        rows = state.memory.rows[:, :1].expand(-1, minute, -1).numpy()
+        obs, action = rows[..., :17], rows[..., 17:23]
+        held, longest, costs = [], [], []
+        for _ in range(arguments.saves):
+            state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
+            state.step += minute
+            start, before = time.perf_counter(), cpu()
+            checkpoints.save(state.step, training.saved(state), state.memory)
+            held.append(time.perf_counter() - start)
+            longest.append(steps(200))
+            checkpoints.wait()
+            costs.append(cpu() - before - 200 * spent)
+        checkpoints.close()
+    share = statistics.median(costs) / (minute * spent)
+    results = {
+        "steps a minute": minute,
+        "CPU ms a step": spent * 1e3,
+        "CPU ms a save": statistics.median(costs) * 1e3,
+        "more CPU a step at one save a minute": share,
+        "ms a step is held up, longest": max(held) * 1e3,
+        "longest step without and with a save, ms": [longest_alone * 1e3, max(longest) * 1e3],
+    }
+    for name, value in results.items():
+        print(f"{name}: {value if isinstance(value, list) else round(value, 5)}")
+    save("saving", ("torch", "numpy"), results)
+
+
+if __name__ == "__main__":
+    main()
