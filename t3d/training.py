@@ -229,7 +229,8 @@ def run(
             marked += time.perf_counter() - paused
         if stop() or last:
             break
-        if not checkpoints.busy and schedule.due(state.step):
+        # Counted in steps, a checkpoint waits for the one before it; counted in seconds, training does not wait.
+        if (schedule.steps or not checkpoints.busy) and schedule.due(state.step):
             checkpoints.save(state.step, saved(state), state.memory)
         rows = collect(state, act(state, config, verbs), config)
         if rows:
