@@ -177,7 +177,8 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
     state.memory.add(*rows)
     state.obs = obs
-    state.episode_return[missed], state.episode_length[missed] = 0, 0
+    for of_episode in (state.episode_return, state.episode_length, state.played):
+        of_episode[missed] = 0
 
 
 def peak_memory(state: State) -> int:
@@ -302,8 +303,8 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
             state.earned[k] += length
     if config.update_after == "step":
         state.earned[:] = max(0, state.step - config.random_steps)
-    state.episode_return[ended] = 0
-    state.episode_length[ended] = 0
+    for of_episode in (state.episode_return, state.episode_length, state.played) if len(rows) else ():
+        of_episode[ended] = 0
     return rows
 
 
