@@ -36,7 +36,7 @@ def main():
     parser.add_argument("--saves", type=int, default=10)
     arguments = parser.parse_args()
     config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
-    with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory(dir=".") as folder:
+    with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
         append_lines(Path(folder) / "metrics.jsonl", [])
         state = training.begin(open_source(ENV), [0], config)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
