@@ -59,11 +59,10 @@ def main():
         rows = state.memory.rows[:, :1].expand(-1, minute, -1).numpy()
         obs, action = rows[..., :17], rows[..., 17:23]
         held, longest, costs = [], [], []
-        for _ in range(arguments.saves):
+        for number in range(arguments.saves):
             state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
-            state.step += minute
             start, before = time.perf_counter(), cpu()
-            checkpoints.save(state.step, training.saved(state), state.memory)
+            checkpoints.save(number, training.saved(state), state.memory)
             held.append(time.perf_counter() - start)
             longest.append(steps(200))
             checkpoints.wait()
