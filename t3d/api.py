@@ -159,7 +159,7 @@ def take_up(state: training.State, config: Config, run: Run, display: Display, c
     for sentence in skipped:
         display.say(sentence)
     reached = max((row["step"] for row in run.metrics), default=0)
-    if found is None and any(checkpoints.written()):
+    if found is None and checkpoints.written():
         raise T3DError(f"no checkpoint of {run.path} is whole. " + " ".join(skipped))
     if found is None:
         display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")

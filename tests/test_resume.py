@@ -47,7 +47,7 @@ def end_of(path, capacity=10**9):
     """All that a run ended with: the state, the rows of the memory in their order, the metrics, the policies."""
     newest = max((Path(path) / "checkpoints").iterdir(), key=lambda folder: int(folder.name.removeprefix("step-")))
     manifest = files.read_json(newest / "manifest.json")
-    state = {name: t.numpy().tobytes() for name, t in files.read_tensors(newest / "state.safetensors").items()}
+    state = {name: t.numpy().tobytes() for name, t in files.read_tensors(newest / manifest["state_file"]).items()}
     memory = {}
     for part in manifest["segments"]:
         for seed, rows in files.read_tensors(Path(path) / part["file"]).items():

@@ -49,6 +49,7 @@ class Checkpoint:
 
     folder: Path
     step: int
+    state_file: str
     state: files.Written
     segments: list[Segment]
     metrics: int  # bytes of metrics.jsonl that were written by then
@@ -115,18 +116,22 @@ class Checkpoints:
         if len(segments) > MOST_SEGMENTS:
             segments = self._together(step, segments)
         folder = files.make_folder(self.run / "checkpoints" / f"step-{step}")
-        saved = files.write_tensors(folder / "state.safetensors", state)
+        # A run may be stopped twice in one step: the manifest then turns from one file to the other, at once.
+        first_free = next(n for n in range(1, 10**9) if not (folder / _state_name(n)).exists())
+        name = _state_name(first_free)
+        saved = files.write_tensors(folder / name, state)
         manifest = {
             "format": FORMAT,
             "step": step,
             "metrics_bytes": metrics,
+            "state_file": name,
             "state": asdict(saved),
             "segments": [asdict(part) for part in segments],
             **self.about,
         }
         files.write_json(folder / "manifest.json", {"sha256": _digest(manifest), **manifest})
         files.sync_folder(folder.parent)
-        if files.sha256(folder / "state.safetensors") != saved.sha256:
+        if files.sha256(folder / name) != saved.sha256:
             raise T3DError(f"{folder} does not hold what was written to it: the disk is not to be trusted.")
         self.segments = segments
         self._tidy()
@@ -194,7 +199,10 @@ class Checkpoints:
         try:
             state = files.Written(**values.pop("state"))
             segments = [Segment(**part) for part in values.pop("segments")]
-            checkpoint = Checkpoint(folder, values.pop("step"), state, segments, values.pop("metrics_bytes"), values)
+            step, name, metrics = (values.pop(key) for key in ("step", "state_file", "metrics_bytes"))
+            checkpoint = Checkpoint(folder, step, name, state, segments, metrics, values)
+            if Path(name).name != name:
+                raise ValueError(f"{name} is no file of it")
             if f"step-{checkpoint.step}" != folder.name or type(checkpoint.metrics) is not int:
                 raise ValueError("it belongs to another folder")
             for part in segments:
@@ -202,7 +210,7 @@ class Checkpoints:
                     raise ValueError(f"{part.file} is no segment")
         except (KeyError, TypeError, ValueError) as error:
             raise T3DError(f"{path} is no manifest of a checkpoint ({error}).") from error
-        self._check(folder / "state.safetensors", state.size, state.sha256)
+        self._check(folder / name, state.size, state.sha256)
         for part in segments:
             self._check(self.run / part.file, part.size, part.sha256)
         return checkpoint
@@ -223,7 +231,7 @@ class Checkpoints:
         self.segments = list(checkpoint.segments)
         self._tidy()
         files.cut(self.run / "metrics.jsonl", checkpoint.metrics)
-        return files.read_tensors(checkpoint.folder / "state.safetensors")
+        return files.read_tensors(checkpoint.folder / checkpoint.state_file)
 
     def _read_segment(self, part: Segment) -> dict[str, Tensor]:
         return files.read_tensors(self.run / part.file)
@@ -231,6 +239,10 @@ class Checkpoints:
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _state_name(number: int) -> str:
+    return "state.safetensors" if number == 1 else f"state-{number}.safetensors"
 
 
 def _number(item: tuple[str, Tensor]) -> int:
