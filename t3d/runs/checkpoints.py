@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,14 @@ class Checkpoints:
     ) -> None:
         segments = [part for part in self.segments if any(_needed(part, last, capacity))]
         if first != last:
-            name = f"replay/step-{step}.safetensors"
+            name = f"replay/{_free_name(self.run / 'replay', f'step-{step}')}"
             written = files.write_tensors(self.run / name, {str(k): tensor for k, tensor in enumerate(rows)})
             segments.append(Segment(name, written.size, written.sha256, first, last))
         if len(segments) > MOST_SEGMENTS:
             segments = self._together(step, segments)
         folder = files.make_folder(self.run / "checkpoints" / f"step-{step}")
         # A run may be stopped twice in one step: the manifest then turns from one file to the other, at once.
-        first_free = next(n for n in range(1, 10**9) if not (folder / _state_name(n)).exists())
-        name = _state_name(first_free)
+        name = _free_name(folder, "state")
         saved = files.write_tensors(folder / name, state)
         manifest = {
             "format": FORMAT,
@@ -141,7 +141,7 @@ class Checkpoints:
         old, rest = segments[: len(segments) // 2], segments[len(segments) // 2 :]
         parts = [self._read_segment(part) for part in old]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        name = f"replay/step-{step}-together.safetensors"
+        name = f"replay/{_free_name(self.run / 'replay', f'step-{step}-together')}"
         written = files.write_tensors(self.run / name, rows)
         return [Segment(name, written.size, written.sha256, old[0].first, old[-1].last), *rest]
 
@@ -241,8 +241,10 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _state_name(number: int) -> str:
-    return "state.safetensors" if number == 1 else f"state-{number}.safetensors"
+def _free_name(folder: Path, stem: str) -> str:
+    """STEM.safetensors, or STEM-2, STEM-3, …: nothing that a manifest may name is overwritten."""
+    names = (f"{stem}{f'-{number}' if number > 1 else ''}.safetensors" for number in count(1))
+    return next(name for name in names if not (folder / name).exists())
 
 
 def _number(item: tuple[str, Tensor]) -> int:
