@@ -118,7 +118,8 @@ CASES = {
 def test_stopped_and_resumed_is_undisturbed(knobs, tmp_path):
     whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
     # Counted in questions "stop?": in the middle of updates, of an evaluation, between steps.
-    parts = play(tmp_path / "parts", "Pendulum-v1", (3, 5), (150, 333, 501, 700), **knobs)
+    # With 1, twice in the same step.
+    parts = play(tmp_path / "parts", "Pendulum-v1", (3, 5), (150, 333, 1, 1, 501, 700), **knobs)
     assert whole == parts
 
 
