@@ -123,6 +123,21 @@ def test_stopped_and_resumed_is_undisturbed(knobs, tmp_path):
     assert whole == parts
 
 
+def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
+    state, _ = begin("Pendulum-v1", (3,))
+    (tmp_path / "metrics.jsonl").touch()
+    with closing(state.envs), closing(Checkpoints(tmp_path, {})) as checkpoints:
+        checkpoints.save(0, training.saved(state), state.memory)
+        checkpoints.wait()
+        first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()
+        state.obs += 1
+        checkpoints.save(0, training.saved(state), state.memory)
+        checkpoints.wait()
+        assert (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes() == first
+        found, _ = checkpoints.newest()
+        assert found.state_file == "state-2.safetensors"
+
+
 def names_of_state():
     state, _ = begin("Pendulum-v1", (3,), n_step=3)
     state.envs.close()
