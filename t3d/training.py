@@ -230,9 +230,12 @@ def run(
             marked += time.perf_counter() - paused
         if stop() or last:
             break
-        # Counted in steps, a checkpoint waits for the one before it; counted in seconds, training does not wait.
-        if (schedule.steps or not checkpoints.busy) and schedule.due(state.step):
+        # Counted in steps, training waits for the disk, so that never more than so many are done again; counted in
+        # seconds it does not wait.
+        if not checkpoints.busy and schedule.due(state.step):
             checkpoints.save(state.step, saved(state), state.memory)
+            if schedule.steps:
+                checkpoints.wait()
         rows = collect(state, act(state, config, verbs), config)
         if rows:
             folder.record(rows)
