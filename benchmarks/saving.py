@@ -46,7 +46,7 @@ def main():
             longest = 0.0
             for _ in range(n):
                 start = time.perf_counter()
-                training.collect(state, training.act(state, config, verbs), config)
+                training.turn(state, config, verbs)
                 training.learn_owed(state, config, verbs)
                 longest = max(longest, time.perf_counter() - start)
             return longest

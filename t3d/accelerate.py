@@ -1,8 +1,9 @@
-"""How the same text is run: as it stands, or compiled. The only file that knows these words.
+"""How the same text is run: as it stands, compiled, or recorded. The only file that knows these words.
 
-`accelerate` gives the two verbs that a loop spends its time in, tied to the tensors of one run. `eager` calls the
-functions of `agent.py` as they are. `compile` has PyTorch translate them into a few fused loops around the matrix
-products: the first time takes a minute, after that the translation is found in a cache on the disk.
+`accelerate` gives the verbs that a loop spends its time in, tied to the tensors of one run. `eager` calls the functions
+of `agent.py` as they are. `compile` has PyTorch translate them into a few fused loops around the matrix products: the
+first time takes a minute, after that the translation is found in a cache on the disk. `graph` does so on a GPU, with
+`kernels.py` for the networks, and has the GPU record what it is told once, to repeat it at a single word.
 
 Shapes: S seeds, N environments a seed, B batch, O observation, A action.
 """
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
+from t3d import networks
 from t3d.config import Config
-from t3d.replay import Batch, Replay
+from t3d.replay import Batch, Replay, Rows
 from t3d.steps import Agent, Metrics, learn
 
 Floats = NDArray[np.float32]
@@ -30,10 +31,14 @@ Sums = dict[str, Tensor]  # (S,) metrics added up since they were last read
 
 
 class Verbs(Protocol):
-    """What the loop does at every step."""
+    """What the loop does at every step. On a GPU all of them are asked for and done later, in order."""
 
-    def explore(self, obs: Floats, step: int) -> Floats:
-        """(S, N, O) observations and the step they were made in -> (S, N, A) actions with noise."""
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        """(S, N, O) observations and the step they were made in -> (S, N, A) actions with noise, when called for."""
+        ...
+
+    def store(self, rows: Rows) -> None:
+        """[step 1] Transitions into the memory."""
         ...
 
     def update(self, k: int, delayed: bool) -> None:
@@ -86,75 +91,203 @@ def accelerate(agent: Agent, memory: Replay, sums: Sums, config: Config) -> Verb
         learners = [Learner(agents.one_seed(agent, k), memory.seed(k), part) for k, part in enumerate(of_seed)]
     else:
         learners = [Learner(agent, memory, sums)]
-    kind = Compiled if config.accelerate == "compile" else Eager
-    return kind(agent, learners, config)
+    modes: dict[str, Callable[[Learner, list[Learner], Config], Verbs]]
+    modes = {"eager": Eager, "compile": Compiled, "graph": Recorded}
+    return modes[config.accelerate](Learner(agent, memory, sums), learners, config)
 
 
 class Eager:
     """The functions as they are."""
 
-    def __init__(self, agent: Agent, learners: list[Learner], config: Config) -> None:
-        self.agent, self.learners, self.config = agent, learners, config
+    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
+        self.whole, self.learners, self.config = whole, learners, config
+        self.store = whole.memory.add_rows
 
-    def explore(self, obs: Floats, step: int) -> Floats:
-        here = torch.from_numpy(obs).to(self.agent.seeds.device)
-        return np.asarray(agents.explore(self.agent, here, step, self.config.exploration_noise).cpu().numpy())
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        agent = self.whole.agent
+        here = torch.from_numpy(obs).to(agent.seeds.device)
+        action = agents.explore(agent, here, step, self.config.exploration_noise)
+        return lambda: np.asarray(action.cpu().numpy())
 
     def update(self, k: int, delayed: bool) -> None:
-        to, config = self.learners[k], self.config
-        with products(config, to.agent.seeds.device):
-            add_up(to.sums, agents.update(to.agent, to.memory, config.batch_size, config, delayed))
+        update(self.learners[k], self.config, delayed)
+
+
+def update(to: Learner, config: Config, delayed: bool) -> None:
+    """Steps 4 to 15 once."""
+    with products(config, to.agent.seeds.device):
+        add_up(to.sums, agents.update(to.agent, to.memory, config.batch_size, config, delayed))
 
 
 class Compiled:
     """The same functions between tensors that stay where they are, so that a call has nothing to pass or to check."""
 
-    def __init__(self, agent: Agent, learners: list[Learner], config: Config) -> None:
+    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
         _keep_translations()
-        device, dim = agent.seeds.device, learners[0].memory.action_dim
-        shape = (len(agent.seeds), config.num_envs)
+        self.store = whole.memory.add_rows
+        device, dim = whole.agent.seeds.device, whole.memory.action_dim
+        shape = (len(whole.agent.seeds), config.num_envs)
         self._play = Player(
-            agent,
-            obs=torch.zeros(*shape, learners[0].memory.obs_dim, device=device),
+            whole.agent,
+            obs=torch.zeros(*shape, whole.memory.obs_dim, device=device),
             step=torch.zeros((), dtype=torch.int64, device=device),
             action=torch.zeros(*shape, dim, device=device),
         )
         students = [Student.of(learner, config.batch_size) for learner in learners]
 
-        def play(to: Player) -> None:
-            to.action.copy_(agents.explore(to.agent, to.obs, to.step, config.exploration_noise))
-
         # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
         # are used. Without vector instructions the compiler is done with them in a tenth of the time.
         def fetch(to: Student) -> None:
-            bits, noise = agents.draw(to.agent, config.batch_size, dim)
-            batch = to.memory.sample(bits, config.gamma)
+            bits, noise = agents.draw(to.learner.agent, config.batch_size, dim)
+            batch = to.learner.memory.sample(bits, config.gamma)
             for name, tensor in agents.tensors(to.batch).items():
                 tensor.copy_(getattr(batch, name))
             to.noise.copy_(noise)
 
-        def critics(to: Student) -> None:
+        def rest(to: Student, delayed: bool) -> None:
             with products(config, device):
-                add_up(to.sums, learn(to.batch, to.agent, to.noise, to.noise, config, delayed=False))
+                add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, delayed))
 
-        def everything(to: Student) -> None:
-            with products(config, device):
-                add_up(to.sums, learn(to.batch, to.agent, to.noise, to.noise, config, delayed=True))
-
-        (self._explore,) = compiled(play, [self._play], {})
+        (self._explore,) = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
         self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
-        self._critics = compiled(critics, students, {})
-        self._everything = compiled(everything, students, {})
+        self._critics = compiled(lambda to: rest(to, delayed=False), students, {})
+        self._everything = compiled(lambda to: rest(to, delayed=True), students, {})
 
-    def explore(self, obs: Floats, step: int) -> Floats:
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         self._play.obs.copy_(torch.from_numpy(obs))
         self._play.step.fill_(step)
         self._explore()
-        return np.array(self._play.action.cpu().numpy())
+        return lambda: np.array(self._play.action.cpu().numpy())
 
     def update(self, k: int, delayed: bool) -> None:
         self._fetch[k]()
         (self._everything if delayed else self._critics)[k]()
+
+
+class Recorded:
+    """The same functions, compiled, and recorded by the GPU: a call is one word, and the GPU does the rest by itself.
+
+    What goes to the GPU and what comes from it passes through memory that it can reach by itself. The host waits for
+    nothing but the actions, so environments move while the GPU learns.
+    """
+
+    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
+        _keep_translations()
+        self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
+        shape = (len(agent.seeds), config.num_envs)
+        new = (shape[0], config.num_envs * config.n_step)
+        self._seen = Transfer(device, step=((), torch.int64), obs=((*shape, self._memory.obs_dim), torch.float32))
+        self._action = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
+        self._new = Transfer(
+            device,
+            length=(shape[:1], torch.int64),
+            where=(new, torch.int64),
+            rows=((*new, self._memory.rows.shape[-1]), torch.float32),
+        )
+        player = Player(agent, **self._seen.there, **self._action.there)
+        with _networks_of(kernels_for(whole.memory, config)):
+            (play,) = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
+            critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
+            everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+
+        def explore() -> None:
+            self._seen.to_device()
+            play()
+            self._action.to_host()
+
+        def store() -> None:
+            self._new.to_device()
+            self._memory.write(self._new.there["rows"], self._new.there["where"])
+            self._memory.length.copy_(self._new.there["length"])
+
+        self._new.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
+        with _undone(whole):  # what is done for the first time is done in another way than ever after
+            for work in (explore, store, *critics, *everything):
+                work()
+        self._explore, self._store = recorded(explore), recorded(store)
+        self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
+        self._acted: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stored: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        self._seen.here["obs"][:] = obs
+        self._seen.here["step"][...] = step
+        self._explore.replay()
+        self._acted.record()
+        return self._explored
+
+    def _explored(self) -> Floats:
+        self._acted.synchronize()
+        return self._action.here["action"].copy()
+
+    def store(self, rows: Rows) -> None:
+        self._stored.synchronize()  # the rows before these have left
+        self._new.here["where"][:] = self._memory.lay_out(self._new.here["rows"], *rows)
+        np.minimum(self._memory.stored, self._memory.capacity, out=self._new.here["length"])
+        self._store.replay()
+        self._stored.record()
+
+    def update(self, k: int, delayed: bool) -> None:
+        (self._everything if delayed else self._critics)[k].replay()
+
+
+ON_GPU = {"combo_kernels": True, "deterministic": True}  # one kernel for many tensors; no choice that is left to timing
+
+
+class Transfer:
+    """Arrays on the host and tensors of the same names on the device, which move from here to there in one copy."""
+
+    def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], torch.dtype]) -> None:
+        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in parts.items()}
+        self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=True)
+        self._there = torch.zeros_like(self._here, device=device)
+        self.here, self.there = {}, {}
+        end = 0
+        for name, (shape, dtype) in parts.items():
+            begin, end = end, end + sizes[name]
+            self.here[name] = self._here[begin:end].view(dtype).view(shape).numpy()
+            self.there[name] = self._there[begin:end].view(dtype).view(shape)
+
+    def to_device(self) -> None:
+        self._there.copy_(self._here, non_blocking=True)
+
+    def to_host(self) -> None:
+        self._here.copy_(self._there, non_blocking=True)
+
+
+def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What the GPU is asked to do, kept to be asked for again; it is not done yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@contextmanager
+def _undone(to: Learner) -> Iterator[None]:
+    """Whatever happens to an agent and its metrics inside is as it was afterwards."""
+    tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "length": to.memory.length})
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        tensor.copy_(before[name])
+
+
+def kernels_for(memory: Replay, config: Config) -> Callable[[networks.Parameters, Tensor], Tensor]:
+    """The networks as kernels of their own where those are for such networks, else as they stand."""
+    from t3d import kernels
+
+    fits = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
+    return kernels.mlp(config.precision) if fits else networks.mlp
+
+
+@contextmanager
+def _networks_of(perceptron: Callable[[networks.Parameters, Tensor], Tensor]) -> Iterator[None]:
+    networks.perceptron, before = perceptron, networks.perceptron
+    try:
+        yield
+    finally:
+        networks.perceptron = before
 
 
 @dataclass(frozen=True)
@@ -166,14 +299,15 @@ class Player:
     step: Tensor
     action: Tensor
 
+    def play(self, noise: float) -> None:
+        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise))
+
 
 @dataclass(frozen=True)
 class Student:
-    """Every tensor that learning reads and writes: a learner's, and a batch and noise to hand on."""
+    """A learner, and a batch and noise to hand on."""
 
-    agent: Agent
-    memory: Replay
-    sums: Sums
+    learner: Learner
     batch: Batch
     noise: Tensor
 
@@ -185,62 +319,52 @@ class Student:
         def wide(width: int) -> Tensor:
             return rows.repeat(1, 1, width)
 
-        scalars = (rows[..., 0].clone() for _ in range(3))
-        reward, terminated, discount = scalars
+        reward, terminated, discount = (rows[..., 0].clone() for _ in range(3))
         batch = Batch(wide(memory.obs_dim), wide(memory.action_dim), reward, wide(memory.obs_dim), terminated, discount)
-        return Student(learner.agent, memory, learner.sums, batch, wide(memory.action_dim))
+        return Student(learner, batch, wide(memory.action_dim))
 
 
 def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> list[Callable[[], None]]:
     """`function(subject)` as a call without arguments, for each of several subjects of the same shapes.
 
-    PyTorch traces the function and compiles what it found. From then on the compiled code is called by itself, with the
-    tensors it read at first, without the checks that would cost as much as a tenth of an update. For the other
-    subjects it is given the tensors of the same names.
+    PyTorch traces the function without doing anything and compiles what it found. The compiled code is called by
+    itself, with the subject's tensors, without the checks that would cost as much as a tenth of an update.
     """
-    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    found: list[Any] = []
+    own = [agents.tensors(subject) for subject in subjects]
+    names = list(own[0])
 
-    def backend(graph: Any, examples: Any) -> Callable[..., Any]:
-        call = compile_fx(graph, examples, config_patches={"cpp_wrapper": True, **options})
+    def flat(*tensors: Tensor) -> None:
+        function(agents.with_tensors(subjects[0], dict(zip(names, tensors, strict=True))))
 
-        def note(*tensors: Tensor) -> tuple[()]:
-            found.extend((call, tensors))
-            return ()  # nothing happens yet
-
-        return note
-
-    assert isinstance(function, FunctionType)
-    # Its own code object: PyTorch keeps what it traced by code object, and another run has other constants.
-    own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+    inputs = [[tensors[name] for name in names] for tensors in own]
+    known = {name: value for name, value in options.items() if hasattr(config, name.split(".")[0])}
+    if inputs[0][0].device.type == "cpu":
+        known["cpp_wrapper"] = True
     try:
-        torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(subjects[0])
-    except BackendCompilerFailed as error:
+        graph = make_fx(flat, tracing_mode="fake")(*inputs[0])
+        call: Any = compile_fx(graph, inputs[0], config_patches=known)
+    except (RuntimeError, ImportError) as error:
         raise CannotCompile(str(error).strip().splitlines()[0]) from error
-    call, tensors = found
-    names = {id(tensor): name for name, tensor in agents.tensors(subjects[0]).items()}
-    wanted = [names[id(tensor)] for tensor in tensors]
 
-    def tied(subject: Any) -> Callable[[], None]:
-        mine = agents.tensors(subject)
-        inputs = [mine[name] for name in wanted]
-
+    def tied(tensors: list[Tensor]) -> Callable[[], None]:
         def run() -> None:
-            call(*inputs)
+            call(*tensors)
 
         return run
 
-    return [tied(subject) for subject in subjects]
+    return [tied(tensors) for tensors in inputs]
 
 
 def _keep_translations() -> None:
     """In the user's own cache, where they outlive a restart and nobody else can write them."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled"
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.setdefault(variable, str(cache))

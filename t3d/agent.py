@@ -5,7 +5,7 @@ on the environment step or the update it is drawn in; so nothing here has a stat
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,9 @@ from t3d.rng import Purpose
 from t3d.steps import Agent, Knobs, Metrics, learn
 
 
-def random_action(agent: Agent, step: Tensor | int, envs: int, action_dim: int) -> Tensor:
+def random_action(seeds: Tensor, step: int, envs: int, action_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Evenly over the whole range [−1, 1), to fill the memory before learning starts: (S, N, A)."""
-    dtype = agent.actor["w1"].dtype
-    return rng.uniform(agent.seeds, Purpose.RANDOM_ACTION, step, (envs, action_dim), dtype)
+    return rng.uniform(seeds, Purpose.RANDOM_ACTION, step, (envs, action_dim), dtype)
 
 
 @torch.no_grad()
@@ -87,3 +86,16 @@ def tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
         value = {"rows": value.rows, "length": value.length}
     dot = f"{prefix}." if prefix else ""
     return {k: t for name, part in value.items() for k, t in tensors(part, dot + name).items()}
+
+
+def with_tensors(value: Any, given: dict[str, Tensor], prefix: str = "") -> Any:
+    """The same thing with the tensors of these names in the place of its own."""
+    if isinstance(value, Tensor):
+        return given[prefix]
+    dot = f"{prefix}." if prefix else ""
+    if isinstance(value, Replay):
+        return value.with_tensors(given[dot + "rows"], given[dot + "length"])
+    if isinstance(value, dict):
+        return {name: with_tensors(part, given, dot + name) for name, part in value.items()}
+    parts = {field.name: with_tensors(getattr(value, field.name), given, dot + field.name) for field in fields(value)}
+    return replace(value, **parts)

@@ -27,6 +27,7 @@ from t3d.runs.folder import NOT_KNOBS, Run, Which, claim, refuse_used
 from t3d.runs.report import learning_curve
 
 MOST_SEEDS = 10_000
+MODES = {"eager": "eager", "compile": "compiled", "graph": "compiled and recorded"}
 
 
 def train(
@@ -240,7 +241,7 @@ def stopping() -> Iterator[Stop]:
 
 def ready(state: training.State, config: Config, display: Display) -> tuple[Verbs, Config]:
     """The verbs of the loop, and the config with the mode they are in: where nothing can be compiled, `eager`."""
-    if config.accelerate == "compile":
+    if config.accelerate != "eager":
         display.say("Compiling the update: about a minute the first time, a few seconds after that.")
         try:
             return accelerate(state.agent, state.memory, state.sums, config), config
@@ -255,7 +256,7 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run,
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
-    where += f", {config.precision}, {'compiled' if config.accelerate == 'compile' else config.accelerate}"
+    where += f", {config.precision}, {MODES[config.accelerate]}"
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
     when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
     return (

@@ -64,8 +64,10 @@ class Config(Knobs):
     """Where to learn; auto takes a GPU if there is one."""
     threads: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: by size)")] = AUTO
     """CPU threads for matrix products."""
-    accelerate: Literal["auto", "eager", "compile"] = "auto"
-    """Run the update as it stands or compiled, which takes up to a minute once; auto compiles long runs."""
+    accelerate: Literal["auto", "eager", "compile", "graph"] = "auto"
+    """Run the update as it stands, compiled (a minute, once), or recorded by a GPU; auto goes by length."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Learn while the environments move, so one update later; auto is on for GPUs."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Of matrix products alone: tf32 is for GPUs, bf16 for processors and GPUs that have it."""
 
@@ -88,7 +90,7 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
 }
 
 # Below this many updates a run is over before a compiler has paid for itself.
-_UPDATES_WORTH_COMPILING = 50_000
+_UPDATES_WORTH_COMPILING = {"cpu": 50_000, "cuda": 5_000}
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -181,8 +183,12 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     check_ranges(config)
     if config.accelerate == "auto":
         # A function of the run alone, so that the same run is always the same.
-        long = (steps - random_steps) * config.updates_per_step >= _UPDATES_WORTH_COMPILING
-        config = replace(config, accelerate="compile" if device == "cpu" and long else "eager")
+        long = (steps - random_steps) * config.updates_per_step >= _UPDATES_WORTH_COMPILING[device]
+        config = replace(config, accelerate=("compile" if device == "cpu" else "graph") if long else "eager")
+    if config.overlap == "auto":
+        config = replace(config, overlap="on" if device == "cuda" and config.update_after == "step" else "off")
+    if config.overlap == "on" and config.update_after == "episode":
+        raise T3DError("--overlap on needs --update-after step: after an episode there is nothing to overlap with.")
     if config.random_steps >= config.steps:
         raise T3DError(
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
@@ -197,6 +203,8 @@ def refuse_hardware(config: Config) -> None:
     precision, device = config.precision, config.device
     if device == "cuda" and not torch.cuda.is_available():
         raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
+    if config.accelerate == "graph" and device != "cuda":
+        raise T3DError("--accelerate graph is for NVIDIA GPUs; on a CPU use compile, eager or auto.")
     if precision == "tf32" and device != "cuda":
         raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
     if precision == "bf16":

@@ -8,7 +8,7 @@ an actor's weights are (S, in, out), the critics' (2, S, in, out); biases keep a
 so a layer is `x @ w + b` whatever stands in front. obs (S, B, O), action (S, B, A), q (2, S, B).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,12 +21,12 @@ Parameters = dict[str, Tensor]
 
 def actor(parameters: Parameters, obs: Tensor, limit: float = 1.0) -> Tensor:
     """[step 2] a = limit · tanh(MLP(s)), so that every action is within its bounds."""
-    return limit * torch.tanh(mlp(parameters, obs))
+    return limit * torch.tanh(perceptron(parameters, obs))
 
 
 def critic(parameters: Parameters, obs: Tensor, action: Tensor) -> Tensor:
     """[step 3] q = MLP(s, a); with twin parameters both critics at once, q[0] and q[1]."""
-    return mlp(parameters, torch.cat([obs, action], -1)).squeeze(-1)
+    return perceptron(parameters, torch.cat([obs, action], -1)).squeeze(-1)
 
 
 def first(parameters: Parameters) -> Parameters:
@@ -42,6 +42,10 @@ def mlp(parameters: Parameters, x: Tensor) -> Tensor:
     # Where products are in bfloat16 the last one is not: it would round a value to one part in 256.
     with torch.autocast(x.device.type, enabled=False):
         return x @ parameters[f"w{last}"] + parameters[f"b{last}"]
+
+
+# What actor and critics are computed with: `mlp`, or for a while something of the same meaning.
+perceptron: Callable[[Parameters, Tensor], Tensor] = mlp
 
 
 def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:

@@ -12,6 +12,7 @@ many of them are there now.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ class Replay:
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
         self.rows = torch.empty(seeds, capacity + 1, row_width(obs_dim, action_dim), dtype=dtype, device=device)
         self.stored = np.zeros(seeds, np.int64)
+        self.first = np.arange(seeds)[:, None] * (capacity + 1)  # (S, 1) each seed's first row, counted over all
         self.length = torch.zeros(seeds, dtype=torch.int64, device=device)
 
     def add(
@@ -68,23 +70,44 @@ class Replay:
         valid: NDArray[np.bool_],
     ) -> None:
         """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
-        # A row is put together on the host: NumPy does small things in less time than PyTorch, and one copy is enough.
         new = np.empty((*valid.shape, self.rows.shape[-1]), np.float32 if self.rows.dtype == torch.float32 else float)
-        new[..., : self.obs_dim] = obs
-        new[..., self.obs_dim : -self.obs_dim - 3] = action
-        new[..., -self.obs_dim - 3 : -3] = next_obs
-        new[..., -3], new[..., -2], new[..., -1] = reward, terminated, span
+        where = self.lay_out(new, obs, action, reward, next_obs, terminated, span, valid)
+        if self.rows.device.type == "cpu":
+            self.rows.numpy().reshape(-1, new.shape[-1])[where] = new
+        else:
+            self.write(torch.from_numpy(new).to(self.rows.device), torch.from_numpy(where).to(self.rows.device))
+        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+
+    def add_rows(self, rows: "Rows") -> None:
+        self.add(*rows)
+
+    def lay_out(
+        self,
+        into: NDArray[Any],
+        obs: ArrayLike,
+        action: ArrayLike,
+        reward: ArrayLike,
+        next_obs: ArrayLike,
+        terminated: ArrayLike,
+        span: ArrayLike,
+        valid: NDArray[np.bool_],
+    ) -> NDArray[np.int64]:
+        """Put N rows a seed together in `into` (S, N, width) and count them; returns where they go, (S, N)."""
+        # On the host: NumPy does small things in less time than PyTorch.
+        into[..., : self.obs_dim] = obs
+        into[..., self.obs_dim : -self.obs_dim - 3] = action
+        into[..., -self.obs_dim - 3 : -3] = next_obs
+        into[..., -3], into[..., -2], into[..., -1] = reward, terminated, span
         order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
         where = (self.stored[:, None] + order - 1) % self.capacity
         where[~valid] = self.capacity
-        seed = np.arange(len(where))[:, None]
-        if self.rows.device.type == "cpu":
-            self.rows.numpy()[seed, where] = new
-        else:
-            index = (torch.from_numpy(seed).to(self.rows.device), torch.from_numpy(where).to(self.rows.device))
-            self.rows[index] = torch.from_numpy(new).to(self.rows.device)
         self.stored += order[:, -1]
-        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+        counted_over_all_seeds: NDArray[np.int64] = where + self.first
+        return counted_over_all_seeds
+
+    def write(self, new: Tensor, where: Tensor) -> None:
+        """Rows that were laid out (S, N, width), on the device, into their places (S, N)."""
+        self.rows.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
 
     def sample(self, bits: Tensor, gamma: float) -> Batch:
         """[step 4] A batch drawn evenly from what is stored; `bits` are 32 random bits for each row, (S, B)."""
@@ -116,11 +139,15 @@ class Replay:
 
     def seed(self, k: int) -> "Replay":
         """The memory of seed `k` alone; it shares its storage with this one."""
-        view = object.__new__(Replay)
-        view.capacity, view.obs_dim, view.action_dim = self.capacity, self.obs_dim, self.action_dim
-        view.rows, view.length = self.rows[k : k + 1], self.length[k : k + 1]
-        view.stored = self.stored[k : k + 1]
+        view = self.with_tensors(self.rows[k : k + 1], self.length[k : k + 1])
+        view.stored, view.first = self.stored[k : k + 1], self.first[:1]
         return view
+
+    def with_tensors(self, rows: Tensor, length: Tensor) -> "Replay":
+        """The same memory with other tensors in it."""
+        other = copy(self)
+        other.rows, other.length = rows, length
+        return other
 
 
 class Rows(NamedTuple):

@@ -215,16 +215,19 @@ def run(
     if state.evaluated < 0:
         checkpoints.save(state.step, saved(state), state.memory)
     while True:
-        learn_owed(state, config, verbs, stop)
         last = state.step >= config.steps
-        if not stop() and (due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)):
+        log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
+        test = due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
+        # With overlap the updates that are owed are left for the next turn, unless they are in what is read here.
+        if config.overlap == "off" or log or test:
+            learn_owed(state, config, verbs, stop)
+        if log and not stop():
             now = time.perf_counter()
             rows = training_rows(state, (state.step - marked_step) / (now - marked))
             marked, marked_step, state.logged = now, state.step, state.step
             display.training(rows)
             folder.record(rows)
-        every = config.eval_every
-        if not stop() and (due(state.evaluated, state.step, every) or (last and state.evaluated < state.step)):
+        if test and not stop():
             paused = time.perf_counter()
             evaluate(state, evaluator, config, folder, display, stop)
             marked += time.perf_counter() - paused
@@ -236,7 +239,7 @@ def run(
             checkpoints.save(state.step, saved(state), state.memory)
             if schedule.steps:
                 checkpoints.wait()
-        rows = collect(state, act(state, config, verbs), config)
+        rows = turn(state, config, verbs)
         if rows:
             folder.record(rows)
         display.advance(state.step, state.envs.lost)
@@ -264,19 +267,25 @@ class Schedule:
         return True
 
 
-def act(state: State, config: Config, verbs: Verbs) -> NDArray[np.float32]:
-    """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1]."""
-    if state.step < config.random_steps:
-        action = agents.random_action(state.agent, state.step, config.num_envs, state.envs.actions.dim)
-        played = np.asarray(action.cpu().numpy())
-    else:
-        played = verbs.explore(state.obs, state.step)
-    agents.refuse_divergence(played, state.seeds)
-    return played
+def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
+    """Every environment one step further; returns a row for each episode that ended."""
+    action = act(state, config, verbs)
+    if config.overlap == "on":
+        learn_owed(state, config, verbs)  # asked for now, done while the environments move
+    return collect(state, action(), config, verbs)
 
 
-def collect(state: State, action: NDArray[np.float32], config: Config) -> list[dict[str, Any]]:
+def act(state: State, config: Config, verbs: Verbs) -> Callable[[], NDArray[np.float32]]:
+    """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called for."""
+    if state.step >= config.random_steps:
+        return verbs.explore(state.obs, state.step)
+    action = agents.random_action(torch.tensor(state.seeds), state.step, config.num_envs, state.envs.actions.dim)
+    return lambda: np.asarray(action.numpy())
+
+
+def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Verbs) -> list[dict[str, Any]]:
     """[step 1] Step the environments and store the transitions; returns a row for each episode that ended."""
+    agents.refuse_divergence(action, state.seeds)
     shape = action.shape[:2]  # (S, N)
     left = config.steps - state.step
     active = None if left >= shape[1] else np.tile(np.arange(shape[1]) < left, shape[0])  # the last steps, exactly
@@ -287,7 +296,7 @@ def collect(state: State, action: NDArray[np.float32], config: Config) -> list[d
 
     # Terminated alone ends the value; a truncated episode goes on behind its last observation.
     transitions = state.steps_under_way.add(state.obs, action, reward, final_obs, terminated, truncated, valid)
-    state.memory.add(*transitions)
+    verbs.store(transitions)
 
     told = b"".join(part.tobytes() for part in (state.fingerprint, action, obs, reward))
     state.fingerprint = np.frombuffer(blake2b(told, digest_size=32).digest(), np.uint8).copy()

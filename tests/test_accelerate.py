@@ -19,7 +19,7 @@ from t3d import agent as agents
 from t3d.accelerate import CannotCompile, accelerate
 from t3d.agent import one_seed, tensors
 from t3d.config import Config, settle
-from t3d.replay import Replay
+from t3d.replay import Replay, Rows
 from t3d.steps import init_agent
 
 OBS, ACTION, BATCH, HIDDEN, SEEDS = 5, 2, 32, (24, 16), [7, 3]
@@ -28,9 +28,17 @@ CONFIG = Config(
 )
 
 
-def filled_memory():
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+MODES = pytest.mark.parametrize(
+    "mode, device",
+    [("eager", "cpu"), ("compile", "cpu")]
+    + [pytest.param(mode, "cuda", marks=NO_GPU) for mode in ("eager", "compile", "graph")],
+)
+
+
+def filled_memory(device="cpu"):
     source = np.random.default_rng(0)
-    memory = Replay(len(SEEDS), 200, OBS, ACTION)
+    memory = Replay(len(SEEDS), 200, OBS, ACTION, device=device)
     shape = (len(SEEDS), 150)
     obs, next_obs = source.normal(size=(2, *shape, OBS))
     action, reward = source.uniform(-1, 1, (*shape, ACTION)), source.normal(size=shape)
@@ -40,11 +48,15 @@ def filled_memory():
 
 
 def verbs_of(agent, memory, config):
-    sums = {name: torch.zeros(len(SEEDS)) for name in ("critic_loss", "q_mean", "actor_loss")}
+    sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in ("critic_loss", "q_mean", "actor_loss")}
     try:
         return accelerate(agent, memory, sums, config), sums
     except CannotCompile as error:
         pytest.skip(str(error))
+
+
+def on_cpu(agent):
+    return agents.with_tensors(agent, {name: tensor.cpu() for name, tensor in tensors(agent).items()})
 
 
 def oracle_of(agent):
@@ -53,13 +65,13 @@ def oracle_of(agent):
 
 
 @pytest.mark.parametrize("update_after", ["step", "episode"])
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_fifty_updates_agree_with_the_oracle(mode, update_after):
-    agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
-    config = replace(CONFIG, accelerate=mode, update_after=update_after)
+@MODES
+def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
+    agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device)
+    config = replace(CONFIG, accelerate=mode, device=device, update_after=update_after)
     verbs, sums = verbs_of(agent, memory, config)
     before = {name: tensor.clone() for name, tensor in tensors(agent).items()}
-    oracles = [oracle_of(one_seed(agent, k)) for k in range(len(SEEDS))]
+    oracles = [oracle_of(on_cpu(one_seed(agent, k))) for k in range(len(SEEDS))]
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in tensors(agent).items()
     )  # getting ready changes none
@@ -68,24 +80,45 @@ def test_fifty_updates_agree_with_the_oracle(mode, update_after):
         batch = memory.sample(bits, config.gamma)
         for k, oracle in enumerate(oracles):
             parts = (batch.obs, batch.action, batch.reward, batch.next_obs, batch.terminated, noise, batch.discount)
-            s, a, r, s2, done, epsilon, discount = (part[k].double().numpy() for part in parts)
+            s, a, r, s2, done, epsilon, discount = (part[k].double().cpu().numpy() for part in parts)
             oracle.update(s, a, r, s2, done, epsilon, gamma=discount, tau=0.03, sigma=0.2, clip=0.5, delay=2)
         for learner in range(1 if update_after == "step" else len(SEEDS)):
             verbs.update(learner, delayed=update % 2 == 0)
     for k, oracle in enumerate(oracles):
-        assert_equal(tensors(one_seed(agent, k)), oracle.tensors(), weights=1e-3, moments=2e-2)
+        assert_equal(tensors(on_cpu(one_seed(agent, k))), oracle.tensors(), weights=1e-3, moments=2e-2)
     assert (sums["critic_loss"] > 0).all() and (sums["q_mean"] != 0).all() and (sums["actor_loss"] != 0).all()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_exploring_is_the_same_in_every_mode(mode):
-    agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
-    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode))
+@MODES
+def test_exploring_is_the_same_in_every_mode(mode, device):
+    agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device)
+    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
+    agent = on_cpu(agent)
     obs = np.random.default_rng(1).normal(size=(len(SEEDS), 3, OBS)).astype(np.float32)
-    first, second = verbs.explore(obs, 4), verbs.explore(2 * obs, 5)
+    first, second = verbs.explore(obs, 4)(), verbs.explore(2 * obs, 5)()
     assert first.dtype == np.float32 and first.shape == (len(SEEDS), 3, ACTION)
     np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1), atol=1e-5)
     np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1), atol=1e-5)
+
+
+@MODES
+def test_storing_is_the_same_in_every_mode(mode, device):
+    memory, simple = Replay(2, 7, OBS, ACTION, device=device), Replay(2, 7, OBS, ACTION)
+    for tensor in (memory.rows, simple.rows):
+        tensor.zero_()
+    agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN)
+    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
+    source = np.random.default_rng(2)
+    for _ in range(9):
+        obs, next_obs = source.normal(size=(2, 2, 3, OBS))
+        numbers = source.normal(size=(3, 2, 3))
+        rows = Rows(
+            obs, source.normal(size=(2, 3, ACTION)), numbers[0], next_obs, numbers[1] > 0, numbers[2], numbers[0] > -1
+        )
+        verbs.store(rows)
+        simple.add(*rows)
+    assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
+    assert torch.equal(memory.rows[:, :-1].cpu(), simple.rows[:, :-1])
 
 
 def test_bfloat16_is_for_products_alone():
@@ -115,6 +148,8 @@ def test_short_runs_never_wait_for_a_compiler():
 
 
 def test_what_the_hardware_cannot_is_refused(monkeypatch):
+    with pytest.raises(t3d.T3DError, match="--accelerate graph is for NVIDIA GPUs"):
+        settle(Config(device="cpu", accelerate="graph"), "td3", "Pendulum-v1", 1)
     with pytest.raises(t3d.T3DError, match="tf32 is for NVIDIA GPUs"):
         settle(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)

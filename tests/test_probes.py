@@ -26,7 +26,7 @@ def learned():
         states.append(state)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:
-            training.collect(state, training.act(state, config, verbs), config)
+            training.turn(state, config, verbs)
             training.learn_owed(state, config, verbs)
         return state.agent
 

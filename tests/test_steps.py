@@ -177,8 +177,7 @@ def test_exploration_is_the_actor_plus_its_own_noise():
 
 
 def test_random_actions_fill_the_range():
-    agent = new_agent((0, 1), torch.float32)
-    actions = torch.stack([agents.random_action(agent, step, 3, ACTION) for step in range(200)])
+    actions = torch.stack([agents.random_action(torch.tensor([0, 1]), step, 3, ACTION) for step in range(200)])
     assert actions.shape == (200, 2, 3, ACTION)
     assert actions.min() < -0.98 and actions.max() > 0.98 and actions.unique().numel() > 2300
 

@@ -29,7 +29,7 @@ def begin(seeds=(0,), preset="td3", **knobs):
 def advance(state, config, steps):
     rows, verbs = [], accelerate(state.agent, state.memory, state.sums, config)
     for _ in range(steps):
-        rows += training.collect(state, training.act(state, config, verbs), config)
+        rows += training.turn(state, config, verbs)
         training.learn_owed(state, config, verbs)
     return rows
 
@@ -104,7 +104,7 @@ def test_a_seed_that_diverges_is_named():
     advance(state, config, 8)
     state.agent.actor["w1"][1] = float("nan")
     with pytest.raises(t3d.T3DError, match="the networks of seed 7 have diverged"):
-        training.act(state, config, accelerate(state.agent, state.memory, state.sums, config))
+        training.turn(state, config, accelerate(state.agent, state.memory, state.sums, config))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -119,7 +119,7 @@ def test_steps_and_updates_count_in_all_environments(count):
 def test_environments_of_a_seed_differ_in_seed_and_noise():
     config = settle(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
     state = training.begin(open_source("Pendulum-v1"), [0, 1], config)
-    action = training.act(state, config, accelerate(state.agent, state.memory, state.sums, config))
+    action = training.act(state, config, accelerate(state.agent, state.memory, state.sums, config))()
     assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 
 

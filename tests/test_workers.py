@@ -112,12 +112,12 @@ def survive(tmp_path, monkeypatch, kills, hangs):
     when = dict(zip(moments, [True] * kills + [False] * hangs, strict=True))
     done, seen = [], []
 
-    def collect_and_kill(state, action, config):
+    def collect_and_kill(state, action, config, verbs):
         if state.step // 2 in when and state.step // 2 not in done:
             done.append(state.step // 2)
             worker = state.envs._workers[len(done) % 2]
             os.kill(worker.process.pid, signal.SIGKILL if when[state.step // 2] else signal.SIGSTOP)
-        rows = collect(state, action, config)
+        rows = collect(state, action, config, verbs)
         seen.append((state.envs.lost, int(state.memory.stored.sum()), state.memory))
         return rows
 

@@ -30,7 +30,7 @@ def main(mode, precision, seeds, env):
 
         def take_steps(n):
             for _ in range(n):
-                training.collect(state, training.act(state, config, verbs), config)
+                training.turn(state, config, verbs)
                 training.learn_owed(state, config, verbs)
                 display.advance(state.step)
                 if state.step % config.log_every == 0:

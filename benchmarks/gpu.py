@@ -1,0 +1,220 @@
+"""The update and the whole loop on a GPU.
+
+    python benchmarks/gpu.py [update] [chain] [loop] [start] [--again]
+
+update: microseconds for seeds in 1, 2, 4, 10, 32, 128 and products in TF32 and bfloat16, recorded.
+chain:  the kernels of an update, one after another, and what a kernel costs that does next to nothing.
+loop:   environment steps a second with 1 and 10 seeds, training without evaluations.
+start:  seconds from the command to the first update, with an empty and with a full cache.
+
+HalfCheetah-v5, batch 256, two hidden layers of 256, one update per step. What was measured once is kept in
+benchmarks/results/gpu-NAME.json and not measured again, so it can be done in several runs; --again forgets it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from machine import CORES, RESULTS, processor
+
+from t3d import training
+from t3d.accelerate import accelerate, hardware
+from t3d.config import Config, settle
+from t3d.envs import open_source
+from t3d.replay import Replay
+from t3d.steps import init_agent
+
+ENV, OBS, ACTION = "HalfCheetah-v5", 17, 6
+SEEDS = (1, 2, 4, 10, 32, 128)
+GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+PATH = RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', GPU.lower())}.json"
+
+
+def config_of(seeds, **knobs):
+    knobs = {"steps": 1_000_000, "device": "cuda", "accelerate": "graph", "precision": "tf32", **knobs}
+    return settle(Config(**knobs), "td3", ENV, seeds)
+
+
+def learner(seeds, precision):
+    """The verbs of `seeds` agents with something in their memories."""
+    torch.manual_seed(0)
+    memory = Replay(seeds, 10_000, OBS, ACTION, device="cuda")
+    memory.rows.normal_()
+    memory.rows[..., -2:] = 1 - memory.rows.new_tensor([1.0, 0.0])  # not terminated, one step long
+    memory.stored[:] = 10_000
+    memory.length.fill_(10_000)
+    config = config_of(seeds, precision=precision)
+    agent = init_agent(torch.arange(seeds, device="cuda"), OBS, ACTION, config.hidden)
+    sums = {name: torch.zeros(seeds, device="cuda") for name in training.METRICS}
+    return accelerate(agent, memory, sums, config)
+
+
+def updates(verbs, times):
+    for update in range(times):
+        verbs.update(0, delayed=update % 2 == 1)
+
+
+def microseconds(verbs, times=400, rounds=5):
+    """The median round's time for one update, every second one delayed."""
+    updates(verbs, times)
+    spent = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        updates(verbs, times)
+        end.record()
+        end.synchronize()
+        spent.append(start.elapsed_time(end) / times * 1e3)
+    return statistics.median(spent)
+
+
+def update(found):
+    for precision in ("tf32", "bf16"):
+        for seeds in SEEDS:
+            name = f"update, {seeds} seeds, {precision}"
+            if name not in found:
+                with hardware(1, precision):
+                    found[name] = microseconds(learner(seeds, precision))
+                keep(found)
+            print(f"{name:<32}{found[name]:9.1f} µs{found[name] / seeds:9.1f} µs a seed", flush=True)
+
+
+def chain(found):
+    for seeds in (1, 10):
+        for precision in ("tf32", "bf16"):
+            name = f"kernels, {seeds} seeds, {precision}"
+            if name not in found:
+                with hardware(1, precision):
+                    found[name] = profile(learner(seeds, precision))
+                keep(found)
+            print(f"{name}, one after another, in two updates:")
+            for kernel, count, each in found[name]:
+                print(f"    {count:4} x {each:6.2f} µs  {kernel[:90]}")
+            total, number = sum(c * e for _, c, e in found[name]), sum(c for _, c, _ in found[name])
+            print(f"    {number:4} kernels, {total:.1f} µs in them", flush=True)
+    if "a kernel that does nothing" not in found:
+        found["a kernel that does nothing"] = nothing()
+        keep(found)
+    print(f"a kernel that does next to nothing, in a recording: {found['a kernel that does nothing']:.2f} µs")
+
+
+def profile(verbs):
+    """(kernel, how often in two updates, microseconds each), the longest in all first."""
+    updates(verbs, 20)
+    torch.cuda.synchronize()
+    times = 20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        updates(verbs, 2 * times)
+        torch.cuda.synchronize()
+    rows = [(e.key, e.count / times, e.device_time) for e in seen.key_averages() if e.device_time > 0]
+    return sorted(rows, key=lambda row: -row[1] * row[2])
+
+
+def nothing():
+    x = torch.zeros(32, device="cuda")
+    x.add_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(1000):
+            x.add_(1)
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def loop(found):
+    for seeds in (1, 10):
+        name = f"loop, {seeds} seeds, tf32"
+        if name not in found:
+            found[name] = steps_per_second(seeds)
+            keep(found)
+        each, total = found[name]
+        print(f"{name:<32}{1e6 / each:9.0f} µs a step{total:9.0f} environment steps a second in all", flush=True)
+    if all(f"loop, {seeds} seeds, tf32" in found for seeds in (1, 10)):
+        one, ten = found["loop, 1 seeds, tf32"][0], found["loop, 10 seeds, tf32"][0]
+        print(f"ten seeds take {one / ten:.2f} times as long as one")
+
+
+def steps_per_second(seeds, steps=5_000, rounds=5):
+    config = config_of(seeds, random_steps=1_000)
+    state = training.begin(open_source(ENV), list(range(seeds)), config)
+    with hardware(config.threads, config.precision):
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
+
+        def take(times):
+            for _ in range(times):
+                training.turn(state, config, verbs)
+            torch.cuda.synchronize()
+
+        take(2_000)
+        rates = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            take(steps)
+            rates.append(steps / (time.perf_counter() - start))
+    state.envs.close()
+    rate = statistics.median(rates)
+    return rate, rate * seeds
+
+
+def start(found):
+    if "first update, cold" not in found:
+        with tempfile.TemporaryDirectory() as cache:
+            found["first update, cold"], found["first update, warm"] = first_update(cache), first_update(cache)
+            keep(found)
+    for name in ("first update, cold", "first update, warm"):
+        print(f"{name:<32}{found[name]:9.1f} s", flush=True)
+
+
+def first_update(cache):
+    """A run of one update from the command line, less what comes after it: little."""
+    command = [sys.executable, "-m", "t3d", "train", ENV, "--seeds", "10", "--steps", "1001", "--random-steps", "1000"]
+    command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32", "--eval-episodes", "1"]
+    with tempfile.TemporaryDirectory() as out:
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        begin = time.monotonic()
+        subprocess.run([*command, "--out", f"{out}/run"], env=environment, check=True, stdout=subprocess.DEVNULL)
+        return time.monotonic() - begin
+
+
+def keep(found):
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "triton", "mujoco", "gymnasium", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    where = {"command": "python benchmarks/gpu.py", "gpu": GPU, "cores": CORES, "processor": processor(), **versions}
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text(json.dumps({**where, "results": found}, indent=2, ensure_ascii=False) + "\n")
+
+
+def main():
+    parts = {"update": update, "chain": chain, "loop": loop, "start": start}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch finds no GPU on this machine.")
+    found = json.loads(PATH.read_text())["results"] if PATH.exists() and not arguments.again else {}
+    for name in arguments.parts or parts:
+        parts[name](found)
+    print(f"written to benchmarks/results/{PATH.name}")
+
+
+if __name__ == "__main__":
+    main()

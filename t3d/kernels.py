@@ -1,0 +1,317 @@
+"""[steps 2 and 3] `networks.mlp` for GPUs, written in Triton: a whole network in one kernel instead of nine.
+
+At these sizes a GPU waits for one small kernel after another, so what counts is how many there are. Three do all the
+work of a network with two hidden layers: `_forward`; `_backward`, which goes back through the layers for a few rows of
+the batch; and `_weights`, which adds up every weight's gradient over the batch. Only `accelerate.py` chooses them, and
+the tests compare them with the function they stand for.
+
+Shapes: T twins (1 or 2), S seeds, B batch; sizes of the layers D -> H1 -> H2 -> K. x (S, B, D), which the twins share,
+weights (T, S, in, out), or without T. What has no P at its end is as large as it is; what has, the next power of two.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from t3d.networks import Parameters
+
+WIDEST = 512  # of the layers: a row of them stays in registers
+
+
+def fits(obs_dim: int, action_dim: int, hidden: tuple[int, ...]) -> bool:
+    """Whether networks of these sizes are what the kernels are for."""
+    return len(hidden) == 2 and max(obs_dim + action_dim, *hidden) <= WIDEST and action_dim <= 64
+
+
+def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
+    """What stands for `networks.mlp`; matrix products are in `precision`, but the last layer's always in fp32."""
+
+    def apply(parameters: Parameters, x: Tensor) -> Tensor:
+        weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]
+        out: Tensor = _Perceptron.apply(precision, x, *weights)[0]
+        return out
+
+    return apply
+
+
+class _Perceptron(torch.autograd.Function):
+    @staticmethod
+    def forward(precision: str, x: Tensor, *weights: Tensor) -> Any:
+        return torch.ops.t3d.perceptron(x, weights, precision)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.precision, x, w1, _, w2, _, w3, _ = inputs
+        _, one, two = output
+        ctx.mark_non_differentiable(one, two)
+        ctx.save_for_backward(x, w1, w2, w3, one, two)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, w1, w2, w3, one, two = ctx.saved_tensors
+        dy = gradients[0]
+        wants_x, precision = ctx.needs_input_grad[1], ctx.precision
+        dx, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, [w1, w2, w3], wants_x, precision)
+        into = dx.sum_to_size(x.shape) if wants_x else None
+        if not any(ctx.needs_input_grad[2:]):
+            return None, into, None, None, None, None, None, None
+        w1, b1, w2, b2, w3, b3 = torch.ops.t3d.perceptron_weights(x, one, two, d1, d2, dy, precision)
+        return None, into, w1, b1, w2, b2, w3, b3
+
+
+# ------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _dot(a, b, into, PRECISION: tl.constexpr):
+    if PRECISION == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), into)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), into, input_precision=PRECISION)
+
+
+@triton.jit
+def _forward(
+    x, w1, b1, w2, b2, w3, b3, y, h1, h2, B, S, X, STRIDE, ROW, FULL,
+    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, H1P: tl.constexpr, KP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = relu(relu(x w1 + b1) w2 + b2) w3 + b3 for BM rows of one network; h1 and h2 are kept for the way back."""
+    net = tl.program_id(1)
+    at = (net // S * FULL + net % S).to(tl.int64)  # where its weights are: seeds may be a part of a larger whole
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    here = rows < B
+    out_rows = (net * B + rows).to(tl.int64)
+
+    i1 = tl.arange(0, H1P)
+    one = tl.zeros((BM, H1P), tl.float32)
+    for first in tl.static_range(0, D, BD):
+        i = first + tl.arange(0, BD)
+        part = tl.load(x + (net % X) * STRIDE + rows[:, None] * ROW + i[None, :], here[:, None] & (i < D)[None, :], 0.0)
+        w = tl.load(w1 + at * D * H1 + i[:, None] * H1 + i1[None, :], (i < D)[:, None] & (i1 < H1)[None, :], 0.0)
+        one = _dot(part, w, one, PRECISION)
+    one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
+    tl.store(h1 + out_rows[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :])
+
+    ik = tl.arange(0, KP)
+    out = tl.zeros((BM, KP), tl.float32)
+    for first in range(0, H2, BN):
+        i2 = first + tl.arange(0, BN)
+        w = tl.load(w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0)
+        two = _dot(one, w, tl.zeros((BM, BN), tl.float32), PRECISION)
+        two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
+        tl.store(h2 + out_rows[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
+        w = tl.load(w3 + at * H2 * K + i2[:, None] * K + ik[None, :], (i2 < H2)[:, None] & (ik < K)[None, :], 0.0)
+        out = _dot(two, w, out, "ieee")
+    out += tl.load(b3 + at * K + ik, ik < K, 0.0)[None, :]
+    tl.store(y + out_rows[:, None] * K + ik[None, :], out, here[:, None] & (ik < K)[None, :])
+
+
+@triton.jit
+def _backward(
+    dy, h1, h2, w1, w2, w3, dx, d1, d2, B, S, FULL,
+    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, H2P: tl.constexpr,
+    KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INPUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From dy to d2 and d1, what each hidden layer is to change, and with INPUT to dx, for BM rows of one network."""
+    net = tl.program_id(1)
+    at = (net // S * FULL + net % S).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    here = rows < B
+    own = (net * B + rows).to(tl.int64)
+
+    i2, ik = tl.arange(0, H2P), tl.arange(0, KP)
+    g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
+    w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
+    inside = here[:, None] & (i2 < H2)[None, :]
+    two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside, 0.0)
+    two = tl.where(two > 0, _dot(g, w, tl.zeros((BM, H2P), tl.float32), "ieee"), 0.0)
+    tl.store(d2 + own[:, None] * H2 + i2[None, :], two, inside)
+
+    i = tl.arange(0, DP)
+    into = tl.zeros((BM, DP), tl.float32)
+    for first in range(0, H1, BN):
+        i1 = first + tl.arange(0, BN)
+        w = tl.load(w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0)
+        inside = here[:, None] & (i1 < H1)[None, :]
+        one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside, 0.0)
+        one = tl.where(one > 0, _dot(two, w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
+        tl.store(d1 + own[:, None] * H1 + i1[None, :], one, inside)
+        if INPUT:
+            w = tl.load(w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0)
+            into = _dot(one, w, into, PRECISION)
+    if INPUT:
+        tl.store(dx + own[:, None] * D + i[None, :], into, here[:, None] & (i < D)[None, :])
+
+
+@triton.jit
+def _add_up(
+    a, d, w, b, tile, STRIDE, B: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of w (P, Q) = the sum over the batch of aᵀ d, and of b (Q) = the sum of d."""
+    p = tile // tl.cdiv(Q, BQ) * BP + tl.arange(0, BP)
+    q = tile % tl.cdiv(Q, BQ) * BQ + tl.arange(0, BQ)
+    total, bias = tl.zeros((BP, BQ), tl.float32), tl.zeros((BQ,), tl.float32)
+    for first in range(0, B, BB):
+        row = first + tl.arange(0, BB)
+        left = tl.load(a + row[None, :] * STRIDE + p[:, None], (row < B)[None, :] & (p < P)[:, None], 0.0)
+        right = tl.load(d + row[:, None] * Q + q[None, :], (row < B)[:, None] & (q < Q)[None, :], 0.0)
+        total = _dot(left, right, total, PRECISION)
+        bias += tl.sum(right.to(tl.float32), 0)
+    tl.store(w + p[:, None] * Q + q[None, :], total, (p < P)[:, None] & (q < Q)[None, :])
+    tl.store(b + q, bias, (q < Q) & (tile < tl.cdiv(Q, BQ)))
+
+
+@triton.jit
+def _weights(
+    x, h1, h2, d1, d2, dy, w1, b1, w2, b2, w3, b3, X, STRIDE, ROW, B: tl.constexpr,
+    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of all weights of one network: the tiles of the second layer, then of the first and the third."""
+    tile, net = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles2: tl.constexpr = tl.cdiv(H1, BP) * tl.cdiv(H2, BQ)
+    tiles1: tl.constexpr = tl.cdiv(D, BP) * tl.cdiv(H1, BQ)
+    h1 += net * B * H1
+    d1 += net * B * H1
+    h2 += net * B * H2
+    d2 += net * B * H2
+    if tile < tiles2:
+        _add_up(h1, d2, w2 + net * H1 * H2, b2 + net * H2, tile, H1, B, H1, H2, BP, BQ, BB, PRECISION)
+    elif tile < tiles2 + tiles1:
+        a = x + net % X * STRIDE
+        _add_up(a, d1, w1 + net * D * H1, b1 + net * H1, tile - tiles2, ROW, B, D, H1, BP, BQ, BB, PRECISION)
+    else:
+        tile -= tiles2 + tiles1
+        _add_up(h2, dy + net * B * K, w3 + net * H2 * K, b3 + net * K, tile, H2, B, H2, K, BP, KP, BB, "ieee")
+
+
+# ------------------------------------------------------------------------------------------------------ launching
+
+_library = torch.library.Library("t3d", "DEF")
+_library.define("perceptron(Tensor x, Tensor[] weights, str precision) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "perceptron_backward(Tensor dy, Tensor h1, Tensor h2, Tensor[] weights, bool into, str precision)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "perceptron_weights(Tensor x, Tensor h1, Tensor h2, Tensor d1, Tensor d2, Tensor dy, str precision)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _padded(size: int, least: int = 16) -> int:
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def _dtype(precision: str) -> torch.dtype:
+    """Of what is kept between the kernels."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _kind(precision: str) -> str:
+    return {"fp32": "ieee"}.get(precision, precision)
+
+
+def _nets(w: Tensor) -> tuple[int, int, int]:
+    """Networks, seeds, and seeds in the whole that these may be a part of."""
+    twins, seeds = (1, w.shape[0]) if w.dim() == 3 else (w.shape[0], w.shape[1])
+    return twins * seeds, seeds, w.stride(0) // w.stride(1) if w.dim() == 4 else seeds
+
+
+def _rows(nets: int) -> int:
+    """Rows of the batch for each program: few networks are spread over many of them, many are not."""
+    return 16 if nets <= 8 else 32 if nets <= 20 else 64
+
+
+def _even(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _forward_empty(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    w1, _, w2, _, w3, _ = weights
+    lead = (*w1.shape[:-2], x.shape[-2])
+    like = _dtype(precision)
+    h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=like) for w in (w1, w2))
+    return x.new_empty(*lead, w3.shape[-1]), h1, h2
+
+
+def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    x = _even(x)
+    y, h1, h2 = _forward_empty(x, weights, precision)
+    (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
+    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], y.shape[-1])
+    rows = _rows(nets)
+    _forward[(triton.cdiv(batch, rows), nets)](
+        x, *weights, y, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
+        *sizes, _padded(sizes[1]), _padded(sizes[3]),
+        BM=rows, BN=64 if sizes[1] <= 256 else 32, BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision),
+        num_warps=4 if rows < 64 else 8,
+    )  # fmt: skip
+    return y, h1, h2
+
+
+def _backward_empty(
+    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = dy.new_empty(*dy.shape[:-1], weights[0].shape[-2]) if into else dy.new_empty(0)
+    return dx, torch.empty_like(h1), torch.empty_like(h2)
+
+
+def _backward_run(
+    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = dy.contiguous()
+    dx, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
+    (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
+    sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
+    rows = _rows(nets)
+    _backward[(triton.cdiv(batch, rows), nets)](
+        dy, h1, h2, *weights, dx, d1, d2, batch, seeds, full,
+        *sizes, _padded(sizes[0]), _padded(sizes[2]), _padded(sizes[3]),
+        BM=rows, BN=64 if sizes[2] <= 256 else 32, INPUT=into, PRECISION=_kind(precision),
+        num_warps=4 if rows < 64 else 8,
+    )  # fmt: skip
+    return dx, d1, d2
+
+
+def _weights_empty(
+    x: Tensor, h1: Tensor, h2: Tensor, d1: Tensor, d2: Tensor, dy: Tensor, precision: str
+) -> tuple[Tensor, ...]:
+    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], dy.shape[-1])
+    lead = dy.shape[:-2]
+    return tuple(
+        dy.new_empty(*lead, rows, out)
+        for fan_in, out in pairwise(sizes)
+        for rows in (fan_in, 1)
+    )  # fmt: skip
+
+
+def _weights_run(
+    x: Tensor, h1: Tensor, h2: Tensor, d1: Tensor, d2: Tensor, dy: Tensor, precision: str
+) -> tuple[Tensor, ...]:
+    x, dy = _even(x), dy.contiguous()
+    out = _weights_empty(x, h1, h2, d1, d2, dy, precision)
+    nets, batch = dy[..., 0, 0].numel(), dy.shape[-2]
+    d, one, two, k = x.shape[-1], h1.shape[-1], h2.shape[-1], dy.shape[-1]
+    p, q = (32, 64) if nets <= 8 else (64, 64)
+    tiles = triton.cdiv(one, p) * triton.cdiv(two, q) + triton.cdiv(d, p) * triton.cdiv(one, q) + triton.cdiv(two, p)
+    _weights[(tiles, nets)](
+        x, h1, h2, d1, d2, dy, *out, x.shape[0], x.stride(0), x.stride(1), batch,
+        d, one, two, k, _padded(k), BP=p, BQ=q, BB=64, PRECISION=_kind(precision),
+    )  # fmt: skip
+    return out
+
+
+for _name, _run, _empty in (
+    ("perceptron", _forward_run, _forward_empty),
+    ("perceptron_backward", _backward_run, _backward_empty),
+    ("perceptron_weights", _weights_run, _weights_empty),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"t3d::{_name}", _empty, lib=_library)
