@@ -70,8 +70,10 @@ class _Perceptron(torch.autograd.Function):
 @triton.jit
 def _dot(a, b, into, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), into)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), into, input_precision=PRECISION)
+        into = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), into)
+    else:
+        into = tl.dot(a.to(tl.float32), b.to(tl.float32), into, input_precision=PRECISION)
+    return into
 
 
 @triton.jit
@@ -92,8 +94,8 @@ def _forward(
     for first in tl.static_range(0, D, BD):
         i = first + tl.arange(0, BD)
         part = tl.load(x + (net % X) * STRIDE + rows[:, None] * ROW + i[None, :], here[:, None] & (i < D)[None, :], 0.0)
-        w = tl.load(w1 + at * D * H1 + i[:, None] * H1 + i1[None, :], (i < D)[:, None] & (i1 < H1)[None, :], 0.0)
-        one = _dot(part, w, one, PRECISION)
+        first_w = tl.load(w1 + at * D * H1 + i[:, None] * H1 + i1[None, :], (i < D)[:, None] & (i1 < H1)[None, :], 0.0)
+        one = _dot(part, first_w, one, PRECISION)
     one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
     tl.store(h1 + out_rows[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :])
 
@@ -101,12 +103,14 @@ def _forward(
     out = tl.zeros((BM, KP), tl.float32)
     for first in range(0, H2, BN):
         i2 = first + tl.arange(0, BN)
-        w = tl.load(w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0)
-        two = _dot(one, w, tl.zeros((BM, BN), tl.float32), PRECISION)
+        second_w = tl.load(
+            w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0
+        )
+        two = _dot(one, second_w, tl.zeros((BM, BN), tl.float32), PRECISION)
         two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
         tl.store(h2 + out_rows[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
-        w = tl.load(w3 + at * H2 * K + i2[:, None] * K + ik[None, :], (i2 < H2)[:, None] & (ik < K)[None, :], 0.0)
-        out = _dot(two, w, out, "ieee")
+        third_w = tl.load(w3 + at * H2 * K + i2[:, None] * K + ik[None, :], (i2 < H2)[:, None] & (ik < K)[None, :], 0.0)
+        out = _dot(two, third_w, out, "ieee")
     out += tl.load(b3 + at * K + ik, ik < K, 0.0)[None, :]
     tl.store(y + out_rows[:, None] * K + ik[None, :], out, here[:, None] & (ik < K)[None, :])
 
@@ -126,24 +130,28 @@ def _backward(
 
     i2, ik = tl.arange(0, H2P), tl.arange(0, KP)
     g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
-    w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
-    inside = here[:, None] & (i2 < H2)[None, :]
-    two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside, 0.0)
-    two = tl.where(two > 0, _dot(g, w, tl.zeros((BM, H2P), tl.float32), "ieee"), 0.0)
-    tl.store(d2 + own[:, None] * H2 + i2[None, :], two, inside)
+    third_w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
+    inside2 = here[:, None] & (i2 < H2)[None, :]
+    two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
+    two = tl.where(two > 0, _dot(g, third_w, tl.zeros((BM, H2P), tl.float32), "ieee"), 0.0)
+    tl.store(d2 + own[:, None] * H2 + i2[None, :], two, inside2)
 
     i = tl.arange(0, DP)
     into = tl.zeros((BM, DP), tl.float32)
     for first in range(0, H1, BN):
         i1 = first + tl.arange(0, BN)
-        w = tl.load(w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0)
-        inside = here[:, None] & (i1 < H1)[None, :]
-        one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside, 0.0)
-        one = tl.where(one > 0, _dot(two, w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
-        tl.store(d1 + own[:, None] * H1 + i1[None, :], one, inside)
+        second_w = tl.load(
+            w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0
+        )
+        inside1 = here[:, None] & (i1 < H1)[None, :]
+        one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside1, 0.0)
+        one = tl.where(one > 0, _dot(two, second_w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
+        tl.store(d1 + own[:, None] * H1 + i1[None, :], one, inside1)
         if INPUT:
-            w = tl.load(w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0)
-            into = _dot(one, w, into, PRECISION)
+            first_w = tl.load(
+                w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0
+            )
+            into = _dot(one, first_w, into, PRECISION)
     if INPUT:
         tl.store(dx + own[:, None] * D + i[None, :], into, here[:, None] & (i < D)[None, :])
 
@@ -224,9 +232,17 @@ def _nets(w: Tensor) -> tuple[int, int, int]:
     return twins * seeds, seeds, w.stride(0) // w.stride(1) if w.dim() == 4 else seeds
 
 
-def _rows(nets: int) -> int:
-    """Rows of the batch for each program: few networks are spread over many of them, many are not."""
-    return 16 if nets <= 8 else 32 if nets <= 20 else 64
+def _tile(nets: int, widest: int, precision: str) -> dict[str, int]:
+    """Rows of the batch for each program, and columns at a time: few networks are spread over many programs."""
+    if widest > 256:
+        return {"BM": 16, "BN": 16, "num_warps": 4, "num_stages": 2}
+    rows = 16 if nets <= 8 else 32 if nets <= 20 else 64
+    return {"BM": rows, "BN": 32, "num_warps": 4 if rows < 64 else 8, "num_stages": 2}
+
+
+def _weights_tile(nets: int, precision: str) -> dict[str, int]:
+    side = 32 if nets <= 8 else 64
+    return {"BP": side, "BQ": 64, "BB": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _even(x: Tensor) -> Tensor:
@@ -246,12 +262,11 @@ def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tens
     y, h1, h2 = _forward_empty(x, weights, precision)
     (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
     sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], y.shape[-1])
-    rows = _rows(nets)
-    _forward[(triton.cdiv(batch, rows), nets)](
+    tile = _tile(nets, max(sizes), precision)
+    _forward[(triton.cdiv(batch, tile["BM"]), nets)](
         x, *weights, y, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
         *sizes, _padded(sizes[1]), _padded(sizes[3]),
-        BM=rows, BN=64 if sizes[1] <= 256 else 32, BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision),
-        num_warps=4 if rows < 64 else 8,
+        BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return y, h1, h2
 
@@ -270,12 +285,11 @@ def _backward_run(
     dx, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
     (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
     sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
-    rows = _rows(nets)
-    _backward[(triton.cdiv(batch, rows), nets)](
+    tile = _tile(nets, max(sizes), precision)
+    _backward[(triton.cdiv(batch, tile["BM"]), nets)](
         dy, h1, h2, *weights, dx, d1, d2, batch, seeds, full,
         *sizes, _padded(sizes[0]), _padded(sizes[2]), _padded(sizes[3]),
-        BM=rows, BN=64 if sizes[2] <= 256 else 32, INPUT=into, PRECISION=_kind(precision),
-        num_warps=4 if rows < 64 else 8,
+        INPUT=into, PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return dx, d1, d2
 
@@ -299,11 +313,12 @@ def _weights_run(
     out = _weights_empty(x, h1, h2, d1, d2, dy, precision)
     nets, batch = dy[..., 0, 0].numel(), dy.shape[-2]
     d, one, two, k = x.shape[-1], h1.shape[-1], h2.shape[-1], dy.shape[-1]
-    p, q = (32, 64) if nets <= 8 else (64, 64)
+    tile = _weights_tile(nets, precision)
+    p, q = tile["BP"], tile["BQ"]
     tiles = triton.cdiv(one, p) * triton.cdiv(two, q) + triton.cdiv(d, p) * triton.cdiv(one, q) + triton.cdiv(two, p)
     _weights[(tiles, nets)](
         x, h1, h2, d1, d2, dy, *out, x.shape[0], x.stride(0), x.stride(1), batch,
-        d, one, two, k, _padded(k), BP=p, BQ=q, BB=64, PRECISION=_kind(precision),
+        d, one, two, k, _padded(k), PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return out
 
