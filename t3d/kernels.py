@@ -42,7 +42,8 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
 class _Perceptron(torch.autograd.Function):
     @staticmethod
     def forward(precision: str, x: Tensor, *weights: Tensor) -> Any:
-        return torch.ops.t3d.perceptron(x, weights, precision)
+        parts, one, two = torch.ops.t3d.perceptron(x, weights, precision)
+        return parts.sum(0) + weights[-1], one, two
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -54,10 +55,9 @@ class _Perceptron(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, w1, w2, w3, one, two = ctx.saved_tensors
-        dy = gradients[0]
-        wants_x, precision = ctx.needs_input_grad[1], ctx.precision
-        dx, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, [w1, w2, w3], wants_x, precision)
-        into = dx.sum_to_size(x.shape) if wants_x else None
+        dy, wants_x, precision = gradients[0], ctx.needs_input_grad[1], ctx.precision
+        parts, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, [w1, w2, w3], wants_x, precision)
+        into = parts.sum(0).sum_to_size(x.shape) if wants_x else None
         if not any(ctx.needs_input_grad[2:]):
             return None, into, None, None, None, None, None, None
         w1, b1, w2, b2, w3, b3 = torch.ops.t3d.perceptron_weights(x, one, two, d1, d2, dy, precision)
@@ -78,18 +78,24 @@ def _dot(a, b, into, PRECISION: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x, w1, b1, w2, b2, w3, b3, y, h1, h2, B, S, X, STRIDE, ROW, FULL,
+    x, w1, b1, w2, b2, w3, parts, h1, h2, B, S, X, STRIDE, ROW, FULL,
     D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, H1P: tl.constexpr, KP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = relu(relu(x w1 + b1) w2 + b2) w3 + b3 for BM rows of one network; h1 and h2 are kept for the way back."""
-    net = tl.program_id(1)
+    """BM rows and BN columns of h2 = relu(relu(x w1 + b1) w2 + b2), and what those columns add to h2 w3.
+
+    The first layer is small and computed again for every part of the second; h1 and h2 are kept for the way back.
+    """
+    tiles: tl.constexpr = (H2 + BN - 1) // BN
+    tile, net = tl.program_id(0) % tiles, tl.program_id(1)
     at = (net // S * FULL + net % S).to(tl.int64)  # where its weights are: seeds may be a part of a larger whole
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     here = rows < B
-    out_rows = (net * B + rows).to(tl.int64)
+    own = (net * B + rows).to(tl.int64)
 
     i1 = tl.arange(0, H1P)
+    i2 = tile * BN + tl.arange(0, BN)
+    second_w = tl.load(w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0)
     one = tl.zeros((BM, H1P), tl.float32)
     for first in tl.static_range(0, D, BD):
         i = first + tl.arange(0, BD)
@@ -97,63 +103,61 @@ def _forward(
         first_w = tl.load(w1 + at * D * H1 + i[:, None] * H1 + i1[None, :], (i < D)[:, None] & (i1 < H1)[None, :], 0.0)
         one = _dot(part, first_w, one, PRECISION)
     one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
-    tl.store(h1 + out_rows[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :])
+    tl.store(h1 + own[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :] & (tile == 0))
 
-    ik = tl.arange(0, KP)
-    out = tl.zeros((BM, KP), tl.float32)
-    for first in range(0, H2, BN):
-        i2 = first + tl.arange(0, BN)
-        second_w = tl.load(
-            w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0
-        )
-        two = _dot(one, second_w, tl.zeros((BM, BN), tl.float32), PRECISION)
-        two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
-        tl.store(h2 + out_rows[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
+    two = _dot(one, second_w, tl.zeros((BM, BN), tl.float32), PRECISION)
+    two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
+    tl.store(h2 + own[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
+    place = parts + (tile * tl.num_programs(1) * B + own) * K
+    if K == 1:
+        tl.store(place, tl.sum(two * tl.load(w3 + at * H2 + i2, i2 < H2, 0.0)[None, :], 1), here)
+    else:
+        ik = tl.arange(0, KP)
         third_w = tl.load(w3 + at * H2 * K + i2[:, None] * K + ik[None, :], (i2 < H2)[:, None] & (ik < K)[None, :], 0.0)
-        out = _dot(two, third_w, out, "ieee")
-    out += tl.load(b3 + at * K + ik, ik < K, 0.0)[None, :]
-    tl.store(y + out_rows[:, None] * K + ik[None, :], out, here[:, None] & (ik < K)[None, :])
+        out = _dot(two, third_w, tl.zeros((BM, KP), tl.float32), "ieee")
+        tl.store(place[:, None] + ik[None, :], out, here[:, None] & (ik < K)[None, :])
 
 
 @triton.jit
 def _backward(
-    dy, h1, h2, w1, w2, w3, dx, d1, d2, B, S, FULL,
+    dy, h1, h2, w1, w2, w3, parts, d1, d2, B, S, FULL,
     D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, H2P: tl.constexpr,
     KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INPUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From dy to d2 and d1, what each hidden layer is to change, and with INPUT to dx, for BM rows of one network."""
-    net = tl.program_id(1)
+    """From dy to d2 and to BM rows and BN columns of d1, what the hidden layers are to change; with INPUT, what those
+    columns add to dx."""
+    tiles: tl.constexpr = (H1 + BN - 1) // BN
+    tile, net = tl.program_id(0) % tiles, tl.program_id(1)
     at = (net // S * FULL + net % S).to(tl.int64)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     here = rows < B
     own = (net * B + rows).to(tl.int64)
 
-    i2, ik = tl.arange(0, H2P), tl.arange(0, KP)
-    g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
-    third_w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
+    i1 = tile * BN + tl.arange(0, BN)
+    i2 = tl.arange(0, H2P)
+    second_w = tl.load(w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0)
+    inside1 = here[:, None] & (i1 < H1)[None, :]
+    one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside1, 0.0)
     inside2 = here[:, None] & (i2 < H2)[None, :]
     two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
-    two = tl.where(two > 0, _dot(g, third_w, tl.zeros((BM, H2P), tl.float32), "ieee"), 0.0)
-    tl.store(d2 + own[:, None] * H2 + i2[None, :], two, inside2)
-
-    i = tl.arange(0, DP)
-    into = tl.zeros((BM, DP), tl.float32)
-    for first in range(0, H1, BN):
-        i1 = first + tl.arange(0, BN)
-        second_w = tl.load(
-            w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0
-        )
-        inside1 = here[:, None] & (i1 < H1)[None, :]
-        one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside1, 0.0)
-        one = tl.where(one > 0, _dot(two, second_w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
-        tl.store(d1 + own[:, None] * H1 + i1[None, :], one, inside1)
-        if INPUT:
-            first_w = tl.load(
-                w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0
-            )
-            into = _dot(one, first_w, into, PRECISION)
+    if K == 1:
+        g = tl.load(dy + own, here, 0.0)
+        change = g[:, None] * tl.load(w3 + at * H2 + i2, i2 < H2, 0.0)[None, :]
+    else:
+        ik = tl.arange(0, KP)
+        g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
+        third_w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
+        change = _dot(g, third_w, tl.zeros((BM, H2P), tl.float32), "ieee")
+    change = tl.where(two > 0, change, 0.0)
+    tl.store(d2 + own[:, None] * H2 + i2[None, :], change, inside2 & (tile == 0))
+    back = tl.where(one > 0, _dot(change, second_w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
+    tl.store(d1 + own[:, None] * H1 + i1[None, :], back, inside1)
     if INPUT:
-        tl.store(dx + own[:, None] * D + i[None, :], into, here[:, None] & (i < D)[None, :])
+        i = tl.arange(0, DP)
+        first_w = tl.load(w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0)
+        into = _dot(back, first_w, tl.zeros((BM, DP), tl.float32), PRECISION)
+        place = parts + (tile * tl.num_programs(1) * B + own) * D
+        tl.store(place[:, None] + i[None, :], into, here[:, None] & (i < D)[None, :])
 
 
 @triton.jit
@@ -162,8 +166,9 @@ def _add_up(
     BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of w (P, Q) = the sum over the batch of aᵀ d, and of b (Q) = the sum of d."""
-    p = tile // tl.cdiv(Q, BQ) * BP + tl.arange(0, BP)
-    q = tile % tl.cdiv(Q, BQ) * BQ + tl.arange(0, BQ)
+    across: tl.constexpr = (Q + BQ - 1) // BQ
+    p = tile // across * BP + tl.arange(0, BP)
+    q = tile % across * BQ + tl.arange(0, BQ)
     total, bias = tl.zeros((BP, BQ), tl.float32), tl.zeros((BQ,), tl.float32)
     for first in range(0, B, BB):
         row = first + tl.arange(0, BB)
@@ -172,7 +177,7 @@ def _add_up(
         total = _dot(left, right, total, PRECISION)
         bias += tl.sum(right.to(tl.float32), 0)
     tl.store(w + p[:, None] * Q + q[None, :], total, (p < P)[:, None] & (q < Q)[None, :])
-    tl.store(b + q, bias, (q < Q) & (tile < tl.cdiv(Q, BQ)))
+    tl.store(b + q, bias, (q < Q) & (tile < across))
 
 
 @triton.jit
@@ -183,20 +188,19 @@ def _weights(
 ):  # fmt: skip
     """The gradients of all weights of one network: the tiles of the second layer, then of the first and the third."""
     tile, net = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    tiles2: tl.constexpr = tl.cdiv(H1, BP) * tl.cdiv(H2, BQ)
-    tiles1: tl.constexpr = tl.cdiv(D, BP) * tl.cdiv(H1, BQ)
+    second: tl.constexpr = ((H1 + BP - 1) // BP) * ((H2 + BQ - 1) // BQ)
+    both: tl.constexpr = second + ((D + BP - 1) // BP) * ((H1 + BQ - 1) // BQ)
     h1 += net * B * H1
     d1 += net * B * H1
     h2 += net * B * H2
     d2 += net * B * H2
-    if tile < tiles2:
+    if tile < second:
         _add_up(h1, d2, w2 + net * H1 * H2, b2 + net * H2, tile, H1, B, H1, H2, BP, BQ, BB, PRECISION)
-    elif tile < tiles2 + tiles1:
+    elif tile < both:
         a = x + net % X * STRIDE
-        _add_up(a, d1, w1 + net * D * H1, b1 + net * H1, tile - tiles2, ROW, B, D, H1, BP, BQ, BB, PRECISION)
+        _add_up(a, d1, w1 + net * D * H1, b1 + net * H1, tile - second, ROW, B, D, H1, BP, BQ, BB, PRECISION)
     else:
-        tile -= tiles2 + tiles1
-        _add_up(h2, dy + net * B * K, w3 + net * H2 * K, b3 + net * K, tile, H2, B, H2, K, BP, KP, BB, "ieee")
+        _add_up(h2, dy + net * B * K, w3 + net * H2 * K, b3 + net * K, tile - both, H2, B, H2, K, BP, KP, BB, "ieee")
 
 
 # ------------------------------------------------------------------------------------------------------ launching
@@ -232,12 +236,20 @@ def _nets(w: Tensor) -> tuple[int, int, int]:
     return twins * seeds, seeds, w.stride(0) // w.stride(1) if w.dim() == 4 else seeds
 
 
-def _tile(nets: int, widest: int, precision: str) -> dict[str, int]:
-    """Rows of the batch for each program, and columns at a time: few networks are spread over many programs."""
-    if widest > 256:
-        return {"BM": 16, "BN": 16, "num_warps": 4, "num_stages": 2}
-    rows = 16 if nets <= 8 else 32 if nets <= 20 else 64
-    return {"BM": rows, "BN": 32, "num_warps": 4 if rows < 64 else 8, "num_stages": 2}
+MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many where the sum is used
+
+
+def _tile(nets: int, width: int, precision: str) -> dict[str, int]:
+    """Rows and columns for each program: a few networks are split into many parts, many into few."""
+    # Larger ones do not fit into a processor's own memory, or take the compiler a minute.
+    largest = {"fp32": 32, "tf32": 64, "bf16": 128}[precision]
+    side = min(largest, 32 if nets <= 8 else 64 if nets <= 64 else 128)
+    return {
+        "BM": side if width <= 256 else 16,
+        "BN": max(16, min(side, _padded(width)), _padded(width) // MOST_PARTS),
+        "num_warps": 4 if side < 128 else 8,
+        "num_stages": 1,
+    }
 
 
 def _weights_tile(nets: int, precision: str) -> dict[str, int]:
@@ -252,46 +264,48 @@ def _even(x: Tensor) -> Tensor:
 def _forward_empty(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
     w1, _, w2, _, w3, _ = weights
     lead = (*w1.shape[:-2], x.shape[-2])
-    like = _dtype(precision)
-    h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=like) for w in (w1, w2))
-    return x.new_empty(*lead, w3.shape[-1]), h1, h2
+    h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=_dtype(precision)) for w in (w1, w2))
+    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), precision)
+    return x.new_empty(triton.cdiv(w2.shape[-1], tile["BN"]), *lead, w3.shape[-1]), h1, h2
 
 
 def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
     x = _even(x)
-    y, h1, h2 = _forward_empty(x, weights, precision)
+    parts, h1, h2 = _forward_empty(x, weights, precision)
     (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
-    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], y.shape[-1])
-    tile = _tile(nets, max(sizes), precision)
-    _forward[(triton.cdiv(batch, tile["BM"]), nets)](
-        x, *weights, y, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
+    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], parts.shape[-1])
+    tile = _tile(nets, max(sizes[1:3]), precision)
+    _forward[(triton.cdiv(batch, tile["BM"]) * len(parts), nets)](
+        x, *weights[:-1], parts, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
         *sizes, _padded(sizes[1]), _padded(sizes[3]),
         BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision), **tile,
     )  # fmt: skip
-    return y, h1, h2
+    return parts, h1, h2
 
 
 def _backward_empty(
     dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = dy.new_empty(*dy.shape[:-1], weights[0].shape[-2]) if into else dy.new_empty(0)
-    return dx, torch.empty_like(h1), torch.empty_like(h2)
+    w1, _, _ = weights
+    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), precision)
+    parts = (triton.cdiv(w1.shape[-1], tile["BN"]), *dy.shape[:-1], w1.shape[-2]) if into else (0,)
+    return dy.new_empty(parts), torch.empty_like(h1), torch.empty_like(h2)
 
 
 def _backward_run(
     dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy = dy.contiguous()
-    dx, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
+    parts, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
     (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
     sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
-    tile = _tile(nets, max(sizes), precision)
-    _backward[(triton.cdiv(batch, tile["BM"]), nets)](
-        dy, h1, h2, *weights, dx, d1, d2, batch, seeds, full,
+    tile = _tile(nets, max(sizes[1:3]), precision)
+    _backward[(triton.cdiv(batch, tile["BM"]) * triton.cdiv(sizes[1], tile["BN"]), nets)](
+        dy, h1, h2, *weights, parts, d1, d2, batch, seeds, full,
         *sizes, _padded(sizes[0]), _padded(sizes[2]), _padded(sizes[3]),
         INPUT=into, PRECISION=_kind(precision), **tile,
     )  # fmt: skip
-    return dx, d1, d2
+    return parts, d1, d2
 
 
 def _weights_empty(
