@@ -79,8 +79,8 @@ def _dot(a, b, into, PRECISION: tl.constexpr):
 @triton.jit
 def _forward(
     x, w1, b1, w2, b2, w3, parts, h1, h2, B, S, X, STRIDE, ROW, FULL,
-    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, H1P: tl.constexpr, KP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows and BN columns of h2 = relu(relu(x w1 + b1) w2 + b2), and what those columns add to h2 w3.
 
@@ -93,19 +93,29 @@ def _forward(
     here = rows < B
     own = (net * B + rows).to(tl.int64)
 
-    i1 = tl.arange(0, H1P)
+    seen = x + (net % X) * STRIDE + rows[:, None] * ROW
+    i = tl.arange(0, BD)
+    whole = tl.load(seen + i[None, :], here[:, None] & (i < D)[None, :], 0.0)  # of x, where it has no more columns
     i2 = tile * BN + tl.arange(0, BN)
-    second_w = tl.load(w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0)
-    one = tl.zeros((BM, H1P), tl.float32)
-    for first in tl.static_range(0, D, BD):
-        i = first + tl.arange(0, BD)
-        part = tl.load(x + (net % X) * STRIDE + rows[:, None] * ROW + i[None, :], here[:, None] & (i < D)[None, :], 0.0)
+    two = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, H1, BK):
+        i1 = first + tl.arange(0, BK)
         first_w = tl.load(w1 + at * D * H1 + i[:, None] * H1 + i1[None, :], (i < D)[:, None] & (i1 < H1)[None, :], 0.0)
-        one = _dot(part, first_w, one, PRECISION)
-    one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
-    tl.store(h1 + own[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :] & (tile == 0))
+        one = _dot(whole, first_w, tl.zeros((BM, BK), tl.float32), PRECISION)
+        for begin in tl.static_range(BD, D, BD):
+            ix = begin + tl.arange(0, BD)
+            more = tl.load(seen + ix[None, :], here[:, None] & (ix < D)[None, :], 0.0)
+            more_w = tl.load(
+                w1 + at * D * H1 + ix[:, None] * H1 + i1[None, :], (ix < D)[:, None] & (i1 < H1)[None, :], 0.0
+            )
+            one = _dot(more, more_w, one, PRECISION)
+        one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
+        tl.store(h1 + own[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :] & (tile == 0))
+        second_w = tl.load(
+            w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0
+        )
+        two = _dot(one, second_w, two, PRECISION)
 
-    two = _dot(one, second_w, tl.zeros((BM, BN), tl.float32), PRECISION)
     two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
     tl.store(h2 + own[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
     place = parts + (tile * tl.num_programs(1) * B + own) * K
@@ -121,8 +131,8 @@ def _forward(
 @triton.jit
 def _backward(
     dy, h1, h2, w1, w2, w3, parts, d1, d2, B, S, FULL,
-    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, H2P: tl.constexpr,
-    KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, INPUT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INPUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From dy to d2 and to BM rows and BN columns of d1, what the hidden layers are to change; with INPUT, what those
     columns add to dx."""
@@ -133,24 +143,32 @@ def _backward(
     here = rows < B
     own = (net * B + rows).to(tl.int64)
 
+    ik = tl.arange(0, KP)
+    g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
+    only = tl.load(dy + own * K, here, 0.0)  # where there is but one
     i1 = tile * BN + tl.arange(0, BN)
-    i2 = tl.arange(0, H2P)
-    second_w = tl.load(w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0)
+    back = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, H2, BK):
+        i2 = first + tl.arange(0, BK)
+        if K == 1:
+            change = only[:, None] * tl.load(w3 + at * H2 + i2, i2 < H2, 0.0)[None, :]
+        else:
+            third_w = tl.load(
+                w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0
+            )
+            change = _dot(g, third_w, tl.zeros((BM, BK), tl.float32), "ieee")
+        inside2 = here[:, None] & (i2 < H2)[None, :]
+        two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
+        change = tl.where(two > 0, change, 0.0)
+        tl.store(d2 + own[:, None] * H2 + i2[None, :], change, inside2 & (tile == 0))
+        second_w = tl.load(
+            w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0
+        )
+        back = _dot(change, second_w, back, PRECISION)
+
     inside1 = here[:, None] & (i1 < H1)[None, :]
     one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside1, 0.0)
-    inside2 = here[:, None] & (i2 < H2)[None, :]
-    two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
-    if K == 1:
-        g = tl.load(dy + own, here, 0.0)
-        change = g[:, None] * tl.load(w3 + at * H2 + i2, i2 < H2, 0.0)[None, :]
-    else:
-        ik = tl.arange(0, KP)
-        g = tl.load(dy + own[:, None] * K + ik[None, :], here[:, None] & (ik < K)[None, :], 0.0)
-        third_w = tl.load(w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0)
-        change = _dot(g, third_w, tl.zeros((BM, H2P), tl.float32), "ieee")
-    change = tl.where(two > 0, change, 0.0)
-    tl.store(d2 + own[:, None] * H2 + i2[None, :], change, inside2 & (tile == 0))
-    back = tl.where(one > 0, _dot(change, second_w, tl.zeros((BM, BN), tl.float32), PRECISION), 0.0)
+    back = tl.where(one > 0, back, 0.0)
     tl.store(d1 + own[:, None] * H1 + i1[None, :], back, inside1)
     if INPUT:
         i = tl.arange(0, DP)
@@ -239,16 +257,15 @@ def _nets(w: Tensor) -> tuple[int, int, int]:
 MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many where the sum is used
 
 
-def _tile(nets: int, width: int, precision: str) -> dict[str, int]:
+def _tile(nets: int, width: int, inputs: int, precision: str) -> dict[str, int]:
     """Rows and columns for each program: a few networks are split into many parts, many into few."""
-    # Larger ones do not fit into a processor's own memory, or take the compiler a minute.
-    largest = {"fp32": 32, "tf32": 64, "bf16": 128}[precision]
-    side = min(largest, 32 if nets <= 8 else 64 if nets <= 64 else 128)
+    side = 32 if nets <= 8 else 64 if nets <= 64 or precision != "bf16" else 128
     return {
-        "BM": side if width <= 256 else 16,
-        "BN": max(16, min(side, _padded(width)), _padded(width) // MOST_PARTS),
+        "BM": 16 if nets == 1 else 32 if precision != "bf16" else side,
+        "BN": max(min(side, _padded(width)), _padded(width) // MOST_PARTS),
+        "BK": 32,
         "num_warps": 4 if side < 128 else 8,
-        "num_stages": 1,
+        "num_stages": 3 if inputs <= 64 else 1,
     }
 
 
@@ -265,7 +282,7 @@ def _forward_empty(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Te
     w1, _, w2, _, w3, _ = weights
     lead = (*w1.shape[:-2], x.shape[-2])
     h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=_dtype(precision)) for w in (w1, w2))
-    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), precision)
+    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), w1.shape[-2], precision)
     return x.new_empty(triton.cdiv(w2.shape[-1], tile["BN"]), *lead, w3.shape[-1]), h1, h2
 
 
@@ -274,10 +291,10 @@ def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tens
     parts, h1, h2 = _forward_empty(x, weights, precision)
     (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
     sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], parts.shape[-1])
-    tile = _tile(nets, max(sizes[1:3]), precision)
+    tile = _tile(nets, max(sizes[1:3]), sizes[0], precision)
     _forward[(triton.cdiv(batch, tile["BM"]) * len(parts), nets)](
         x, *weights[:-1], parts, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
-        *sizes, _padded(sizes[1]), _padded(sizes[3]),
+        *sizes, _padded(sizes[3]),
         BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return parts, h1, h2
@@ -287,7 +304,7 @@ def _backward_empty(
     dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     w1, _, _ = weights
-    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), precision)
+    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), w1.shape[-2], precision)
     parts = (triton.cdiv(w1.shape[-1], tile["BN"]), *dy.shape[:-1], w1.shape[-2]) if into else (0,)
     return dy.new_empty(parts), torch.empty_like(h1), torch.empty_like(h2)
 
@@ -299,10 +316,10 @@ def _backward_run(
     parts, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
     (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
     sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
-    tile = _tile(nets, max(sizes[1:3]), precision)
+    tile = _tile(nets, max(sizes[1:3]), sizes[0], precision)
     _backward[(triton.cdiv(batch, tile["BM"]) * triton.cdiv(sizes[1], tile["BN"]), nets)](
         dy, h1, h2, *weights, parts, d1, d2, batch, seeds, full,
-        *sizes, _padded(sizes[0]), _padded(sizes[2]), _padded(sizes[3]),
+        *sizes, _padded(sizes[0]), _padded(sizes[3]),
         INPUT=into, PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return parts, d1, d2
