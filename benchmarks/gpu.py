@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from machine import CORES, RESULTS, processor
 
-from t3d import training
+from t3d import states, training
 from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.envs import open_source
@@ -54,7 +54,7 @@ def learner(seeds, precision):
     memory.length.fill_(10_000)
     config = config_of(seeds, precision=precision)
     agent = init_agent(torch.arange(seeds, device="cuda"), OBS, ACTION, config.hidden)
-    sums = {name: torch.zeros(seeds, device="cuda") for name in training.METRICS}
+    sums = {name: torch.zeros(seeds, device="cuda") for name in states.METRICS}
     return accelerate(agent, memory, sums, config)
 
 
@@ -150,7 +150,7 @@ def loop(found):
 
 def steps_per_second(seeds, steps=5_000, rounds=5):
     config = config_of(seeds, random_steps=1_000)
-    state = training.begin(open_source(ENV), list(range(seeds)), config)
+    state = states.begin(open_source(ENV), list(range(seeds)), config)
     with hardware(config.threads, config.precision):
         verbs = accelerate(state.agent, state.memory, state.sums, config)
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 from machine import save
 
-from t3d import training
+from t3d import states
 from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.envs import open_source
@@ -29,7 +29,7 @@ def student(seeds=1, batch=256, capacity=10_000):
         steps=10**9, random_steps=0, buffer_size=capacity, batch_size=batch, accelerate="compile", device="cpu"
     )
     config = settle(config, "td3", ENV, seeds)
-    state = training.begin(open_source(ENV), list(range(seeds)), config)
+    state = states.begin(open_source(ENV), list(range(seeds)), config)
     verbs = accelerate(state.agent, state.memory, state.sums, config)
     return state, verbs
 
@@ -71,7 +71,7 @@ def main():
     with hardware(settle(Config(device="cpu"), "td3", ENV, 1).threads, "fp32"):
         sizes = [size for size in (10_000, 100_000, 1_000_000, 10_000_000) if size <= arguments.largest]
         runs = {size: student(capacity=size) for size in sizes}
-        told = training.peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].memory.rows.nbytes for size in sizes[1:])
+        told = states.peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].memory.rows.nbytes for size in sizes[1:])
         for state, _ in runs.values():
             fill(state)
         times = race(runs, arguments.rounds)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from machine import save
 
-from t3d import training
+from t3d import states, training
 from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.envs import open_source
@@ -38,7 +38,7 @@ def main():
     config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
     with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
         append_lines(Path(folder) / "metrics.jsonl", [])
-        state = training.begin(open_source(ENV), [0], config)
+        state = states.begin(open_source(ENV), [0], config)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
         checkpoints = Checkpoints(Path(folder), training.about(config))
 
@@ -62,7 +62,7 @@ def main():
         for number in range(arguments.saves):
             state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
             start, before = time.perf_counter(), cpu()
-            checkpoints.save(number, training.saved(state), state.memory)
+            checkpoints.save(number, states.saved(state), state.memory)
             held.append(time.perf_counter() - start)
             longest.append(steps(200))
             checkpoints.wait()

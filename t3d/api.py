@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from gymnasium.vector import VectorEnv
 
-from t3d import files, training
+from t3d import files, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
 from t3d.display import Display
@@ -84,14 +84,14 @@ def start(
     config = settle(config, preset, name, len(seeds))
     display = Display(config.steps, seeds, quiet=not progress)
     with hardware(config.threads, config.precision):
-        state = training.begin(source, seeds, config)
+        state = states.begin(source, seeds, config)
         with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             with run.lock():
                 run.begin(training.describe(source, preset, seeds, config))
-                display.say(headline(name, preset, seeds, config, run, training.peak_memory(state)))
-                if warning := short_of_disk(run.path, training.disk_needed(state)):
+                display.say(headline(name, preset, seeds, config, run, states.peak_memory(state)))
+                if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
                 with closing(Checkpoints(run.path, training.about(config))) as checkpoints:
                     go_on(state, verbs, evaluator, config, run, display, checkpoints)
@@ -126,7 +126,7 @@ def resume(
         source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
         display = Display(config.steps, run.seeds, quiet=not progress)
         with hardware(config.threads, config.precision):
-            state = training.begin(source, run.seeds, config)
+            state = states.begin(source, run.seeds, config)
             with (
                 closing(state.envs),
                 closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
@@ -154,7 +154,7 @@ def longer(config: Config, steps: int, run: Run) -> Config:
     return config
 
 
-def take_up(state: training.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
+def take_up(state: states.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
     """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
     found, skipped = checkpoints.newest()
     for sentence in skipped:
@@ -169,7 +169,7 @@ def take_up(state: training.State, config: Config, run: Run, display: Display, c
     for name, now in training.about(config).items():
         if found.about.get(name) != now:
             display.say(f"{name} was {found.about.get(name)} and is {now}: the run goes on, but not bit for bit.")
-    missed = training.restore(state, checkpoints.load(found, state.memory), found.folder)
+    missed = states.restore(state, checkpoints.load(found, state.memory), found.folder)
     redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
     display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
     if missed.any():
@@ -180,7 +180,7 @@ def take_up(state: training.State, config: Config, run: Run, display: Display, c
 
 
 def go_on(
-    state: training.State,
+    state: states.State,
     verbs: Verbs,
     evaluator: Evaluator,
     config: Config,
@@ -239,7 +239,7 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def ready(state: training.State, config: Config, display: Display) -> tuple[Verbs, Config]:
+def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs, Config]:
     """The verbs of the loop, and the config with the mode they are in: where nothing can be compiled, `eager`."""
     if config.accelerate != "eager":
         display.say("Compiling the update: about a minute the first time, a few seconds after that.")

@@ -98,7 +98,8 @@ class Replay:
         into[..., self.obs_dim : -self.obs_dim - 3] = action
         into[..., -self.obs_dim - 3 : -3] = next_obs
         into[..., -3], into[..., -2], into[..., -1] = reward, terminated, span
-        order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
+        # (S, N): 1 for the first valid row, 2 for the second, …
+        order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
         where = (self.stored[:, None] + order - 1) % self.capacity
         where[~valid] = self.capacity
         self.stored += order[:, -1]
@@ -121,11 +122,11 @@ class Replay:
         return Batch(obs, action, reward.squeeze(-1), next_obs, terminated.squeeze(-1), discount)
 
     def since(self, first: NDArray[np.int64]) -> list[Tensor]:
-        """Copies of each seed's rows from the `first`-th (S,) on, in the order they were stored."""
+        """Copies of each seed's rows from the `first`-th (S,) on, in the order they were stored, on the device."""
         rows = []
         for k, (begin, end) in enumerate(zip(first.tolist(), self.stored.tolist(), strict=True)):
             where = torch.arange(begin, end, device=self.rows.device) % self.capacity
-            rows.append(self.rows[k].index_select(0, where).cpu())
+            rows.append(self.rows[k].index_select(0, where))
         return rows
 
     def put(self, first: Sequence[int], rows: Sequence[Tensor]) -> None:
@@ -176,6 +177,7 @@ class NStep:
         self.action = np.zeros((n, seeds, envs, action_dim), np.float32)
         self.reward = np.zeros((n, seeds, envs))
         self.pending = np.zeros((seeds, envs), np.int64)
+        self._one = np.ones((seeds, envs))
 
     def add(
         self,
@@ -193,7 +195,7 @@ class NStep:
         under way ends with the last transition before it.
         """
         if self.n == 1:
-            return Rows(obs, action, reward, next_obs, terminated, np.ones(reward.shape), valid)
+            return Rows(obs, action, reward, next_obs, terminated, self._one, valid)
         for ring, new in ((self.obs, obs), (self.action, action), (self.reward, reward)):
             # Only where there is a transition: elsewhere the newest one stays the newest.
             mask = valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim))

@@ -16,7 +16,7 @@ import torch
 from gymnasium import spaces
 
 import t3d
-from t3d import T3DError, training
+from t3d import T3DError, states
 from t3d.agent import tensors
 
 NAN, INF = float("nan"), float("inf")
@@ -133,13 +133,13 @@ CASES = [
 
 def outcome(env, folder, monkeypatch):
     """What came of training on it, and the numbers that are not finite in memory and weights."""
-    states, begin = [], training.begin
+    seen, begin = [], states.begin
 
     def noting(*arguments):
-        states.append(begin(*arguments))
-        return states[-1]
+        seen.append(begin(*arguments))
+        return seen[-1]
 
-    monkeypatch.setattr(training, "begin", noting)
+    monkeypatch.setattr(states, "begin", noting)
     knobs = {"steps": 60, "random_steps": 20, "hidden": (8, 8), "batch_size": 8, "eval_every": 10_000, "device": "cpu"}
     try:
         t3d.train(env, out=folder / "run", eval_env=None, eval_episodes=1, progress=False, **knobs)
@@ -147,11 +147,11 @@ def outcome(env, folder, monkeypatch):
     except T3DError as error:
         said = str(error)
     bad = 0
-    for state in states:
+    for state in seen:
         stored = state.memory.rows[0, : int(state.memory.length[0])]
         bad += int((~torch.isfinite(stored)).sum())
         bad += sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors(state.agent).values())
-    return said, bad, states
+    return said, bad, seen
 
 
 @pytest.mark.parametrize(("env", "sentence"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

@@ -22,7 +22,7 @@ def learned():
 
     def train(probe):
         config = settle(CONFIG, "td3", probe.__name__, seeds=2)
-        state = training.begin(open_source(probe), [0, 1], config)
+        state = states.begin(open_source(probe), [0, 1], config)
         states.append(state)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:

@@ -23,7 +23,7 @@ import torch
 from scripted import Scripted
 
 import t3d
-from t3d import files, training
+from t3d import files, states, training
 from t3d.accelerate import accelerate
 from t3d.config import Config, settle
 from t3d.display import Display
@@ -72,7 +72,7 @@ def begin(env, seeds, **knobs):
     config = settle(
         Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **knobs}), "td3", "x", len(seeds)
     )
-    return training.begin(open_source(env), list(seeds), config), config
+    return states.begin(open_source(env), list(seeds), config), config
 
 
 def play(path, env, seeds, stops, forget=None, **knobs):
@@ -91,8 +91,8 @@ def play(path, env, seeds, stops, forget=None, **knobs):
             else:
                 given = checkpoints.load(found, state.memory)
                 if forget:
-                    given[forget] = fresh(training.saved(state), given, forget)
-                training.restore(state, given, found.folder)
+                    given[forget] = fresh(states.saved(state), given, forget)
+                states.restore(state, given, found.folder)
             verbs = accelerate(state.agent, state.memory, state.sums, config)
             display = Display(config.steps, state.seeds, quiet=True)
             training.run(state, verbs, evaluator, config, run, display, checkpoints, Interrupted(after))
@@ -111,7 +111,13 @@ CASES = {
     "three environments, three steps": {"num_envs": 3, "n_step": 3},
     "whole episodes": {"update_after": "episode"},
     "half an update a step": {"updates_per_step": 0.5, "buffer_size": 100},
+    "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
 }
+
+
+ON_GPU = {"device": "cuda", "accelerate": "graph", "overlap": "on"}
+if torch.cuda.is_available():
+    CASES |= {"a GPU": ON_GPU, "a GPU, in bfloat16": {**ON_GPU, "precision": "bf16", "n_step": 3, "num_envs": 2}}
 
 
 @pytest.mark.parametrize("knobs", CASES.values(), ids=CASES)
@@ -127,11 +133,11 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
     state, _ = begin("Pendulum-v1", (3,))
     (tmp_path / "metrics.jsonl").touch()
     with closing(state.envs), closing(Checkpoints(tmp_path, {})) as checkpoints:
-        checkpoints.save(0, training.saved(state), state.memory)
+        checkpoints.save(0, states.saved(state), state.memory)
         checkpoints.wait()
         first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()
         state.obs += 1
-        checkpoints.save(0, training.saved(state), state.memory)
+        checkpoints.save(0, states.saved(state), state.memory)
         checkpoints.wait()
         assert (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes() == first
         found, _ = checkpoints.newest()
@@ -141,7 +147,7 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
 def names_of_state():
     state, _ = begin("Pendulum-v1", (3,), n_step=3)
     state.envs.close()
-    return sorted(training.saved(state))
+    return sorted(states.saved(state))
 
 
 @pytest.mark.parametrize("name", names_of_state())

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scripted import Scripted
 
 import t3d
-from t3d import training
+from t3d import states, training
 from t3d.accelerate import accelerate
 from t3d.agent import tensors
 from t3d.config import PRESETS, Config, settle
@@ -23,7 +23,7 @@ SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu
 def begin(seeds=(0,), preset="td3", **knobs):
     config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **knobs})
     config = settle(config, preset, "Scripted", len(seeds))
-    return training.begin(open_source(Scripted), list(seeds), config), config
+    return states.begin(open_source(Scripted), list(seeds), config), config
 
 
 def advance(state, config, steps):
@@ -118,7 +118,7 @@ def test_steps_and_updates_count_in_all_environments(count):
 
 def test_environments_of_a_seed_differ_in_seed_and_noise():
     config = settle(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
-    state = training.begin(open_source("Pendulum-v1"), [0, 1], config)
+    state = states.begin(open_source("Pendulum-v1"), [0, 1], config)
     action = training.act(state, config, accelerate(state.agent, state.memory, state.sums, config))()
     assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 

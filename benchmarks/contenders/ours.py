@@ -4,7 +4,7 @@ import sys
 
 from serving import BATCH, BUFFER, HIDDEN, LEARNING_STARTS, serve
 
-from t3d import training
+from t3d import states, training
 from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.display import Display
@@ -23,7 +23,7 @@ def main(mode, precision, seeds, env):
         device="cpu",
     )
     config = settle(config, "td3", env, int(seeds))
-    state = training.begin(open_source(env), list(range(int(seeds))), config)
+    state = states.begin(open_source(env), list(range(int(seeds))), config)
     display = Display(config.steps, state.seeds, quiet=True)
     with hardware(config.threads, config.precision):
         verbs = accelerate(state.agent, state.memory, state.sums, config)
@@ -34,7 +34,7 @@ def main(mode, precision, seeds, env):
                 training.learn_owed(state, config, verbs)
                 display.advance(state.step)
                 if state.step % config.log_every == 0:
-                    training.training_rows(state, 0.0)
+                    training.training_rows(state, config, 0.0)
 
         serve(take_steps, threads=config.threads)
 

@@ -82,12 +82,17 @@ class Checkpoints:
         """Take a copy of everything now, and write it while training goes on."""
         self.wait()
         metrics = files.sync(self.run / "metrics.jsonl")
-        copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        # On the device: it has to copy before it goes on, and the way to the host is long.
+        copy = {name: tensor.detach().clone() for name, tensor in state.items()}
         told = self.segments[-1].last if self.segments else [0] * len(memory.stored)
         first = np.maximum(told, memory.stored - memory.capacity)  # the oldest may be overwritten already
         rows = memory.since(first)
+        copied: Any = None
+        if memory.rows.is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
         self._writing = self._worker.submit(
-            self._write, step, copy, rows, first.tolist(), memory.stored.tolist(), memory.capacity, metrics
+            self._write, step, copy, rows, first.tolist(), memory.stored.tolist(), memory.capacity, metrics, copied
         )
 
     def wait(self) -> None:
@@ -108,7 +113,14 @@ class Checkpoints:
         last: list[int],
         capacity: int,
         metrics: int,
+        copied: Any,
     ) -> None:
+        if copied is not None:
+            # In a stream of its own, so that it waits for the copies and for nothing that was asked for since.
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream().wait_event(copied)
+                state = {name: tensor.cpu() for name, tensor in state.items()}
+                rows = [tensor.cpu() for tensor in rows]
         segments = [part for part in self.segments if any(_needed(part, last, capacity))]
         if first != last:
             name = f"replay/{_free_name(self.run / 'replay', f'step-{step}')}"
