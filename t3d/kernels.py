@@ -9,7 +9,7 @@ Shapes: T twins (1 or 2), S seeds, B batch; sizes of the layers D -> H1 -> H2 ->
 weights (T, S, in, out), or without T. What has no P at its end is as large as it is; what has, the next power of two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +76,12 @@ def _dot(a, b, into, PRECISION: tl.constexpr):
     return into
 
 
+@triton.constexpr_function
+def _last(PRECISION):
+    """Of the last layer's products: never less than tf32, or values would be rounded to one part in 256."""
+    return "tf32" if PRECISION == "bf16" else PRECISION
+
+
 @triton.jit
 def _forward(
     x, w1, b1, w2, b2, w3, parts, h1, h2, B, S, X, STRIDE, ROW, FULL,
@@ -124,7 +130,7 @@ def _forward(
     else:
         ik = tl.arange(0, KP)
         third_w = tl.load(w3 + at * H2 * K + i2[:, None] * K + ik[None, :], (i2 < H2)[:, None] & (ik < K)[None, :], 0.0)
-        out = _dot(two, third_w, tl.zeros((BM, KP), tl.float32), "ieee")
+        out = _dot(two, third_w, tl.zeros((BM, KP), tl.float32), _last(PRECISION))
         tl.store(place[:, None] + ik[None, :], out, here[:, None] & (ik < K)[None, :])
 
 
@@ -156,7 +162,7 @@ def _backward(
             third_w = tl.load(
                 w3 + at * H2 * K + i2[None, :] * K + ik[:, None], (ik < K)[:, None] & (i2 < H2)[None, :], 0.0
             )
-            change = _dot(g, third_w, tl.zeros((BM, BK), tl.float32), "ieee")
+            change = _dot(g, third_w, tl.zeros((BM, BK), tl.float32), _last(PRECISION))
         inside2 = here[:, None] & (i2 < H2)[None, :]
         two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
         change = tl.where(two > 0, change, 0.0)
@@ -179,46 +185,71 @@ def _backward(
 
 
 @triton.jit
-def _add_up(
-    a, d, w, b, tile, STRIDE, B: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def _product(
+    a, d, w, tile, STRIDE, B: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of w (P, Q) = the sum over the batch of aᵀ d, and of b (Q) = the sum of d."""
+    """A tile of w (P, Q) = aᵀ d, added up over the batch."""
     across: tl.constexpr = (Q + BQ - 1) // BQ
     p = tile // across * BP + tl.arange(0, BP)
     q = tile % across * BQ + tl.arange(0, BQ)
-    total, bias = tl.zeros((BP, BQ), tl.float32), tl.zeros((BQ,), tl.float32)
+    total = tl.zeros((BP, BQ), tl.float32)
     for first in range(0, B, BB):
         row = first + tl.arange(0, BB)
         left = tl.load(a + row[None, :] * STRIDE + p[:, None], (row < B)[None, :] & (p < P)[:, None], 0.0)
         right = tl.load(d + row[:, None] * Q + q[None, :], (row < B)[:, None] & (q < Q)[None, :], 0.0)
         total = _dot(left, right, total, PRECISION)
-        bias += tl.sum(right.to(tl.float32), 0)
     tl.store(w + p[:, None] * Q + q[None, :], total, (p < P)[:, None] & (q < Q)[None, :])
-    tl.store(b + q, bias, (q < Q) & (tile < across))
+
+
+@triton.jit
+def _sum(d, factor, out, tile, B: tl.constexpr, Q: tl.constexpr, BS: tl.constexpr, WEIGHTED: tl.constexpr):
+    """BS numbers of out (Q) = d (B, Q), each row times its factor if WEIGHTED, added up over the batch."""
+    q = tile * BS + tl.arange(0, BS)
+    total = tl.zeros((32, BS), tl.float32)
+    for first in range(0, B, 32):
+        row = first + tl.arange(0, 32)
+        part = tl.load(d + row[:, None] * Q + q[None, :], (row < B)[:, None] & (q < Q)[None, :], 0.0).to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(factor + row, row < B, 0.0)[:, None]
+        total += part
+    tl.store(out + q, tl.sum(total, 0), q < Q)
 
 
 @triton.jit
 def _weights(
     x, h1, h2, d1, d2, dy, w1, b1, w2, b2, w3, b3, X, STRIDE, ROW, B: tl.constexpr,
     D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr,
+    BP: tl.constexpr, BQ: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of all weights of one network: the tiles of the second layer, then of the first and the third."""
+    """The gradients of all weights of one network, a part for each program: the largest first, sums last."""
     tile, net = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    second: tl.constexpr = ((H1 + BP - 1) // BP) * ((H2 + BQ - 1) // BQ)
-    both: tl.constexpr = second + ((D + BP - 1) // BP) * ((H1 + BQ - 1) // BQ)
+    end2: tl.constexpr = ((H1 + BP - 1) // BP) * ((H2 + BQ - 1) // BQ)
+    end1: tl.constexpr = end2 + ((D + BP - 1) // BP) * ((H1 + BQ - 1) // BQ)
+    end3: tl.constexpr = end1 + ((H2 + BS - 1) // BS if K == 1 else (H2 + BP - 1) // BP)
+    end_b1: tl.constexpr = end3 + (H1 + BS - 1) // BS
+    end_b2: tl.constexpr = end_b1 + (H2 + BS - 1) // BS
     h1 += net * B * H1
     d1 += net * B * H1
     h2 += net * B * H2
     d2 += net * B * H2
-    if tile < second:
-        _add_up(h1, d2, w2 + net * H1 * H2, b2 + net * H2, tile, H1, B, H1, H2, BP, BQ, BB, PRECISION)
-    elif tile < both:
+    dy += net * B * K
+    if tile < end2:
+        _product(h1, d2, w2 + net * H1 * H2, tile, H1, B, H1, H2, BP, BQ, BB, PRECISION)
+    elif tile < end1:
         a = x + net % X * STRIDE
-        _add_up(a, d1, w1 + net * D * H1, b1 + net * H1, tile - second, ROW, B, D, H1, BP, BQ, BB, PRECISION)
+        _product(a, d1, w1 + net * D * H1, tile - end2, ROW, B, D, H1, BP, BQ, BB, PRECISION)
+    elif tile < end3:
+        if K == 1:
+            _sum(h2, dy, w3 + net * H2, tile - end1, B, H2, BS, True)
+        else:
+            _product(h2, dy, w3 + net * H2 * K, tile - end1, H2, B, H2, K, BP, KP, BB, _last(PRECISION))
+    elif tile < end_b1:
+        _sum(d1, dy, b1 + net * H1, tile - end3, B, H1, BS, False)
+    elif tile < end_b2:
+        _sum(d2, dy, b2 + net * H2, tile - end_b1, B, H2, BS, False)
     else:
-        _add_up(h2, dy + net * B * K, w3 + net * H2 * K, b3 + net * K, tile - both, H2, B, H2, K, BP, KP, BB, "ieee")
+        _sum(dy, dy, b3 + net * K, tile - end_b2, B, K, BS, False)
 
 
 # ------------------------------------------------------------------------------------------------------ launching
@@ -257,21 +288,28 @@ def _nets(w: Tensor) -> tuple[int, int, int]:
 MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many where the sum is used
 
 
-def _tile(nets: int, width: int, inputs: int, precision: str) -> dict[str, int]:
-    """Rows and columns for each program: a few networks are split into many parts, many into few."""
-    side = 32 if nets <= 8 else 64 if nets <= 64 or precision != "bf16" else 128
-    return {
-        "BM": 16 if nets == 1 else 32 if precision != "bf16" else side,
-        "BN": max(min(side, _padded(width)), _padded(width) // MOST_PARTS),
-        "BK": 32,
-        "num_warps": 4 if side < 128 else 8,
-        "num_stages": 3 if inputs <= 64 else 1,
-    }
+def _tile(nets: int, sizes: Sequence[int], precision: str, back: bool) -> dict[str, int]:
+    """Rows and columns for each program, as measured: few networks are split into many parts, many into few."""
+    if sizes[0] > 128:
+        rows, columns, deep = 16, 64, 32  # the first layer takes the room
+    elif nets <= 8:
+        rows, columns, deep = 16, 32 if nets == 1 else 64, 64
+    elif precision == "bf16":
+        rows, columns, deep = (64, 64, 32) if nets <= 64 else (128, 128, 32 if back else 64)
+    else:
+        rows, columns, deep = (64 if back else 32, 128, 32) if precision == "tf32" else (32, 64, 32)
+    width = _padded(max(sizes[1:3]))
+    columns = max(min(columns, width), width // MOST_PARTS)
+    stages = 3 if sizes[0] <= 64 else 2 if sizes[0] <= 128 else 1
+    return {"BM": rows, "BN": columns, "BK": min(deep, width), "num_warps": 4, "num_stages": stages}
 
 
 def _weights_tile(nets: int, precision: str) -> dict[str, int]:
-    side = 32 if nets <= 8 else 64
-    return {"BP": side, "BQ": 64, "BB": 64, "num_warps": 4, "num_stages": 3}
+    """Rows and columns of the weights for each program, and rows of the batch at a time."""
+    if nets <= 8:
+        return {"BP": 32, "BQ": 32 if nets == 1 else 64, "BB": 128, "BS": 32, "num_warps": 4, "num_stages": 2}
+    side = 32 if precision != "bf16" else 64 if nets <= 64 else 128
+    return {"BP": side, "BQ": 128 if precision != "fp32" else 64, "BB": 64, "BS": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _even(x: Tensor) -> Tensor:
@@ -282,7 +320,8 @@ def _forward_empty(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Te
     w1, _, w2, _, w3, _ = weights
     lead = (*w1.shape[:-2], x.shape[-2])
     h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=_dtype(precision)) for w in (w1, w2))
-    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), w1.shape[-2], precision)
+    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1])
+    tile = _tile(_nets(w1)[0], sizes, precision, back=False)
     return x.new_empty(triton.cdiv(w2.shape[-1], tile["BN"]), *lead, w3.shape[-1]), h1, h2
 
 
@@ -291,7 +330,7 @@ def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tens
     parts, h1, h2 = _forward_empty(x, weights, precision)
     (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
     sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], parts.shape[-1])
-    tile = _tile(nets, max(sizes[1:3]), sizes[0], precision)
+    tile = _tile(nets, sizes, precision, back=False)
     _forward[(triton.cdiv(batch, tile["BM"]) * len(parts), nets)](
         x, *weights[:-1], parts, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
         *sizes, _padded(sizes[3]),
@@ -304,7 +343,7 @@ def _backward_empty(
     dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     w1, _, _ = weights
-    tile = _tile(_nets(w1)[0], max(h1.shape[-1], h2.shape[-1]), w1.shape[-2], precision)
+    tile = _tile(_nets(w1)[0], (w1.shape[-2], h1.shape[-1], h2.shape[-1]), precision, back=True)
     parts = (triton.cdiv(w1.shape[-1], tile["BN"]), *dy.shape[:-1], w1.shape[-2]) if into else (0,)
     return dy.new_empty(parts), torch.empty_like(h1), torch.empty_like(h2)
 
@@ -316,7 +355,7 @@ def _backward_run(
     parts, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
     (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
     sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
-    tile = _tile(nets, max(sizes[1:3]), sizes[0], precision)
+    tile = _tile(nets, sizes, precision, back=True)
     _backward[(triton.cdiv(batch, tile["BM"]) * triton.cdiv(sizes[1], tile["BN"]), nets)](
         dy, h1, h2, *weights, parts, d1, d2, batch, seeds, full,
         *sizes, _padded(sizes[0]), _padded(sizes[3]),
@@ -345,8 +384,10 @@ def _weights_run(
     nets, batch = dy[..., 0, 0].numel(), dy.shape[-2]
     d, one, two, k = x.shape[-1], h1.shape[-1], h2.shape[-1], dy.shape[-1]
     tile = _weights_tile(nets, precision)
-    p, q = tile["BP"], tile["BQ"]
-    tiles = triton.cdiv(one, p) * triton.cdiv(two, q) + triton.cdiv(d, p) * triton.cdiv(one, q) + triton.cdiv(two, p)
+    p, q, few = tile["BP"], tile["BQ"], tile["BS"]
+    products = triton.cdiv(one, p) * triton.cdiv(two, q) + triton.cdiv(d, p) * triton.cdiv(one, q)
+    tiles = products + triton.cdiv(two, few if k == 1 else p)
+    tiles += triton.cdiv(one, few) + triton.cdiv(two, few) + triton.cdiv(k, few)
     _weights[(tiles, nets)](
         x, h1, h2, d1, d2, dy, *out, x.shape[0], x.stride(0), x.stride(1), batch,
         d, one, two, k, _padded(k), PRECISION=_kind(precision), **tile,
