@@ -18,12 +18,12 @@ CONFIG = Config(
 @pytest.fixture
 def learned():
     """Trains on a probe and gives the state."""
-    states = []
+    trained = []
 
     def train(probe):
         config = settle(CONFIG, "td3", probe.__name__, seeds=2)
         state = states.begin(open_source(probe), [0, 1], config)
-        states.append(state)
+        trained.append(state)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:
             training.turn(state, config, verbs)
@@ -31,7 +31,7 @@ def learned():
         return state.agent
 
     yield train
-    for state in states:
+    for state in trained:
         state.envs.close()
 
 

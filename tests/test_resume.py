@@ -161,7 +161,7 @@ def test_every_number_of_the_state_is_needed(name, tmp_path):
         # The first is told from the run, the second from the segments: both are checked, not taken.
         pytest.skip("it is known from elsewhere too")
     try:
-        parts = play(tmp_path / "parts", "Pendulum-v1", (3,), (400,), forget=name, **knobs)
+        parts = play(tmp_path / "parts", "Pendulum-v1", (3,), (300,), forget=name, **knobs)
     except (t3d.T3DError, IndexError, RuntimeError):
         return  # noticed even before the end
     assert whole != parts
