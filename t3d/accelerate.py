@@ -45,6 +45,10 @@ class Verbs(Protocol):
         """Steps 4 to 15, for the k-th of the agents that learn by themselves; `delayed` where the actor moves too."""
         ...
 
+    def flush(self) -> None:
+        """Ask for what is still to be asked for, before somebody else reads the tensors."""
+        ...
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -112,6 +116,9 @@ class Eager:
     def update(self, k: int, delayed: bool) -> None:
         update(self.learners[k], self.config, delayed)
 
+    def flush(self) -> None:
+        pass
+
 
 def update(to: Learner, config: Config, delayed: bool) -> None:
     """Steps 4 to 15 once."""
@@ -163,72 +170,106 @@ class Compiled:
         self._fetch[k]()
         (self._everything if delayed else self._critics)[k]()
 
+    def flush(self) -> None:
+        pass
+
 
 class Recorded:
     """The same functions, compiled, and recorded by the GPU: a call is one word, and the GPU does the rest by itself.
 
-    What goes to the GPU and what comes from it passes through memory that it can reach by itself. The host waits for
-    nothing but the actions, so environments move while the GPU learns.
+    What goes to the GPU at a step, observations and new transitions, goes in one copy, and is taken from memory that
+    the GPU can reach by itself; transitions wait for the next observations. The host waits for nothing but the actions,
+    so environments move while the GPU learns.
     """
 
     def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
         _keep_translations()
         self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
         shape = (len(agent.seeds), config.num_envs)
-        new = (shape[0], config.num_envs * config.n_step)
-        self._seen = Transfer(device, step=((), torch.int64), obs=((*shape, self._memory.obs_dim), torch.float32))
-        self._action = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
-        self._new = Transfer(
+        rows = (shape[0], config.num_envs * config.n_step)
+        self._in = Transfer(
             device,
+            step=((), torch.int64),
             length=(shape[:1], torch.int64),
-            where=(new, torch.int64),
-            rows=((*new, self._memory.rows.shape[-1]), torch.float32),
+            where=(rows, torch.int64),
+            obs=((*shape, self._memory.obs_dim), torch.float32),
+            rows=((*rows, self._memory.rows.shape[-1]), torch.float32),
         )
-        player = Player(agent, **self._seen.there, **self._action.there)
+        self._out = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
+        self._in.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
+        there = self._in.there
+        player = Player(agent, there["obs"], there["step"], self._out.there["action"])
         with _networks_of(kernels_for(whole.memory, config)):
             (play,) = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
             critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
             everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
 
-        def explore() -> None:
-            self._seen.to_device()
-            play()
-            self._action.to_host()
-
         def store() -> None:
-            self._new.to_device()
-            self._memory.write(self._new.there["rows"], self._new.there["where"])
-            self._memory.length.copy_(self._new.there["length"])
+            self._in.to_device()
+            self._memory.write(there["rows"], there["where"])
+            self._memory.length.copy_(there["length"])
 
-        self._new.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
+        def explore() -> None:
+            store()
+            play()
+            self._out.to_host()
+
         with _undone(whole):  # what is done for the first time is done in another way than ever after
-            for work in (explore, store, *critics, *everything):
+            for work in (explore, *critics, *everything):
                 work()
+        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
         self._explore, self._store = recorded(explore), recorded(store)
         self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
-        self._acted: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stored: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._mark = Mark()  # behind the last thing that reads `_in` or writes `_out`
+        self._pending = False  # whether there are transitions in `_in` that were not asked to be stored
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
-        self._seen.here["obs"][:] = obs
-        self._seen.here["step"][...] = step
+        self._mark.wait()
+        self._in.here["obs"][:] = obs
+        self._in.here["step"][...] = step
         self._explore.replay()
-        self._acted.record()
+        self._mark.set()
+        self._pending = False
         return self._explored
 
     def _explored(self) -> Floats:
-        self._acted.synchronize()
-        return self._action.here["action"].copy()
+        self._mark.wait()
+        return self._out.here["action"].copy()
 
     def store(self, rows: Rows) -> None:
-        self._stored.synchronize()  # the rows before these have left
-        self._new.here["where"][:] = self._memory.lay_out(self._new.here["rows"], *rows)
-        np.minimum(self._memory.stored, self._memory.capacity, out=self._new.here["length"])
-        self._store.replay()
-        self._stored.record()
+        self.flush()
+        self._mark.wait()
+        self._in.here["where"][:] = self._memory.lay_out(self._in.here["rows"], *rows)
+        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
+        self._pending = True
 
     def update(self, k: int, delayed: bool) -> None:
+        self.flush()
         (self._everything if delayed else self._critics)[k].replay()
+
+    def flush(self) -> None:
+        if self._pending:
+            self._store.replay()
+            self._mark.set()
+            self._pending = False
+
+
+class Mark:
+    """A place in what the GPU was asked for, to wait for."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._reached = True
+
+    def set(self) -> None:
+        self._event.record(self._stream)
+        self._reached = False
+
+    def wait(self) -> None:
+        if not self._reached:
+            self._event.synchronize()
+            self._reached = True
 
 
 ON_GPU = {"combo_kernels": True, "deterministic": True}  # one kernel for many tensors; no choice that is left to timing
@@ -239,7 +280,7 @@ class Transfer:
 
     def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], torch.dtype]) -> None:
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in parts.items()}
-        self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=True)
+        self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros_like(self._here, device=device)
         self.here, self.there = {}, {}
         end = 0

@@ -178,8 +178,9 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = _threads(config, seeds) if config.threads == AUTO else config.threads
-    config = replace(config, steps=steps, random_steps=random_steps, device=device, threads=threads)
+    config = replace(config, steps=steps, random_steps=random_steps, device=device)
+    if config.threads == AUTO:
+        config = replace(config, threads=_threads(config, seeds))
     check_ranges(config)
     if config.accelerate == "auto":
         # A function of the run alone, so that the same run is always the same.
@@ -214,7 +215,12 @@ def refuse_hardware(config: Config) -> None:
 
 
 def _threads(config: Config, seeds: int) -> int:
-    """More threads than cores never help; below a million multiplications one thread is as fast as two."""
+    """More threads than cores never help; below a million multiplications one thread is as fast as two.
+
+    Where a GPU multiplies, threads would only stand in the way of the environments.
+    """
+    if config.device == "cuda":
+        return 1
     widest = max(config.hidden, default=1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1

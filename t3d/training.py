@@ -46,8 +46,13 @@ def run(
     """
     schedule = Schedule(config.checkpoint_every, state.step)
     marked, marked_step = time.perf_counter(), state.step
-    if state.evaluated < 0:
+
+    def save() -> None:
+        verbs.flush()
         checkpoints.save(state.step, saved(state), state.memory)
+
+    if state.evaluated < 0:
+        save()
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
@@ -70,14 +75,14 @@ def run(
         # Counted in steps, training waits for the disk, so that never more than so many are done again; counted in
         # seconds it does not wait.
         if not checkpoints.busy and schedule.due(state.step):
-            checkpoints.save(state.step, saved(state), state.memory)
+            save()
             if schedule.steps:
                 checkpoints.wait()
         rows = turn(state, config, verbs)
         if rows:
             folder.record(rows)
         display.advance(state.step, state.envs.lost)
-    checkpoints.save(state.step, saved(state), state.memory)
+    save()
     checkpoints.wait()
 
 

@@ -16,6 +16,7 @@ from test_oracle import assert_equal
 
 import t3d
 from t3d import agent as agents
+from t3d import networks
 from t3d.accelerate import CannotCompile, accelerate
 from t3d.agent import one_seed, tensors
 from t3d.config import Config, settle
@@ -110,15 +111,55 @@ def test_storing_is_the_same_in_every_mode(mode, device):
     verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
     source = np.random.default_rng(2)
     for _ in range(9):
-        obs, next_obs = source.normal(size=(2, 2, 3, OBS))
-        numbers = source.normal(size=(3, 2, 3))
-        rows = Rows(
-            obs, source.normal(size=(2, 3, ACTION)), numbers[0], next_obs, numbers[1] > 0, numbers[2], numbers[0] > -1
-        )
+        rows = some_rows(source, 3, source.normal(size=(2, 3, ACTION)))
         verbs.store(rows)
         simple.add(*rows)
     assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
     assert torch.equal(memory.rows[:, :-1].cpu(), simple.rows[:, :-1])
+
+
+def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
+    """The same order of things, with a GPU that does at once what it is told, and without the kernels for GPUs."""
+
+    class Recording:
+        def __init__(self, work):
+            self.replay = work
+
+    class Mark:
+        def set(self):
+            pass
+
+        wait = set
+
+    monkeypatch.setattr("t3d.accelerate.recorded", Recording)
+    monkeypatch.setattr("t3d.accelerate.Mark", Mark)
+    monkeypatch.setattr("t3d.accelerate.kernels_for", lambda memory, config: networks.mlp)
+    monkeypatch.setattr("t3d.accelerate.ON_GPU", {})
+    ends = {}
+    for mode in ("eager", "graph"):
+        config = replace(CONFIG, accelerate=mode, n_step=2)
+        agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
+        verbs, sums = verbs_of(agent, memory, config)
+        assert memory.length.tolist() == [150, 150] and not agent.updates.any()  # getting ready changes none
+        source = np.random.default_rng(5)
+        for step in range(8):
+            action = verbs.explore(source.normal(size=(2, 3, OBS)).astype(np.float32), step)
+            if step % 3:
+                verbs.update(0, delayed=step % 2 == 0)
+            verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))
+            if step == 5:
+                verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
+        verbs.flush()
+        rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
+        ends[mode] = {**tensors(agent), **sums, "length": memory.length, "rows": rows}
+    for name, tensor in ends["eager"].items():
+        torch.testing.assert_close(ends["graph"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def some_rows(source, count, action):
+    obs, next_obs = source.normal(size=(2, 2, count, OBS))
+    numbers = source.normal(size=(3, 2, count))
+    return Rows(obs, action, numbers[0], next_obs, numbers[1] > 0, numbers[2], numbers[0] > -1)
 
 
 def test_bfloat16_is_for_products_alone():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scripted import ConstantReward, RewardFromAction, RewardFromBoth, RewardFromObservation, TwoSteps
 
-from t3d import networks, training
+from t3d import networks, states, training
 from t3d.accelerate import accelerate
 from t3d.config import Config, settle
 from t3d.envs import open_source
