@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from machine import CORES, RESULTS, processor
@@ -180,14 +181,20 @@ def start(found):
 
 
 def first_update(cache):
-    """A run of one update from the command line, less what comes after it: little."""
-    command = [sys.executable, "-m", "t3d", "train", ENV, "--seeds", "10", "--steps", "1001", "--random-steps", "1000"]
+    """From the command to the first losses in the run's metrics."""
+    command = [sys.executable, "-m", "t3d", "train", ENV, "--seeds", "10", "--random-steps", "10", "--log-every", "1"]
     command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32", "--eval-episodes", "1"]
     with tempfile.TemporaryDirectory() as out:
+        metrics, begin = Path(out) / "run" / "metrics.jsonl", time.monotonic()
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
-        begin = time.monotonic()
-        subprocess.run([*command, "--out", f"{out}/run"], env=environment, check=True, stdout=subprocess.DEVNULL)
-        return time.monotonic() - begin
+        run = subprocess.Popen([*command, "--out", f"{out}/run"], env=environment, stdout=subprocess.DEVNULL)
+        while not (metrics.exists() and re.search(r'"critic_loss": \d', metrics.read_text())):
+            time.sleep(0.05)
+            assert run.poll() is None, "the run ended before its first update"
+        seconds = time.monotonic() - begin
+        run.kill()
+        run.wait()
+        return seconds
 
 
 def keep(found):
