@@ -94,8 +94,10 @@ class Replay:
     ) -> NDArray[np.int64]:
         """Put N rows a seed together in `into` (S, N, width) and count them; returns where they go, (S, N)."""
         # On the host: NumPy does small things in less time than PyTorch.
-        scalars = (np.asarray(part)[..., None] for part in (reward, terminated, span))
-        np.concatenate([obs, action, next_obs, *scalars], -1, out=into, casting="unsafe")
+        into[..., : self.obs_dim] = obs
+        into[..., self.obs_dim : -self.obs_dim - 3] = action
+        into[..., -self.obs_dim - 3 : -3] = next_obs
+        into[..., -3], into[..., -2], into[..., -1] = reward, terminated, span
         # (S, N): 1 for the first valid row, 2 for the second, …
         order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
         where = (self.stored[:, None] + order - 1) % self.capacity
