@@ -33,8 +33,11 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
 
     def apply(parameters: Parameters, x: Tensor) -> Tensor:
         weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]
-        out: Tensor = _Perceptron.apply(precision, x, *weights)[0]
-        return out
+        if x.requires_grad or any(w.requires_grad for w in weights):
+            out: Tensor = _Perceptron.apply(precision, x, *weights)[0]
+            return out
+        parts, _, _ = torch.ops.t3d.perceptron(x, weights, precision, False)
+        return torch.as_tensor(parts.sum(0) + weights[-1])
 
     return apply
 
@@ -42,7 +45,7 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
 class _Perceptron(torch.autograd.Function):
     @staticmethod
     def forward(precision: str, x: Tensor, *weights: Tensor) -> Any:
-        parts, one, two = torch.ops.t3d.perceptron(x, weights, precision)
+        parts, one, two = torch.ops.t3d.perceptron(x, weights, precision, True)
         return parts.sum(0) + weights[-1], one, two
 
     @staticmethod
@@ -55,10 +58,12 @@ class _Perceptron(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, w1, w2, w3, one, two = ctx.saved_tensors
-        dy, wants_x, precision = gradients[0], ctx.needs_input_grad[1], ctx.precision
-        parts, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, [w1, w2, w3], wants_x, precision)
+        dy, precision = gradients[0], ctx.precision
+        wants_x, wants_weights = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        weights = [w1, w2, w3]
+        parts, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, weights, wants_x, wants_weights, precision)
         into = parts.sum(0).sum_to_size(x.shape) if wants_x else None
-        if not any(ctx.needs_input_grad[2:]):
+        if not wants_weights:
             return None, into, None, None, None, None, None, None
         w1, b1, w2, b2, w3, b3 = torch.ops.t3d.perceptron_weights(x, one, two, d1, d2, dy, precision)
         return None, into, w1, b1, w2, b2, w3, b3
@@ -86,11 +91,11 @@ def _last(PRECISION):
 def _forward(
     x, w1, b1, w2, b2, w3, parts, h1, h2, B, S, X, STRIDE, ROW, FULL,
     D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BM rows and BN columns of h2 = relu(relu(x w1 + b1) w2 + b2), and what those columns add to h2 w3.
 
-    The first layer is small and computed again for every part of the second; h1 and h2 are kept for the way back.
+    The first layer is small and computed again for every part of the second. KEEP h1 and h2 for the way back.
     """
     tiles: tl.constexpr = (H2 + BN - 1) // BN
     tile, net = tl.program_id(0) % tiles, tl.program_id(1)
@@ -116,14 +121,16 @@ def _forward(
             )
             one = _dot(more, more_w, one, PRECISION)
         one = tl.maximum(one + tl.load(b1 + at * H1 + i1, i1 < H1, 0.0)[None, :], 0.0)
-        tl.store(h1 + own[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :] & (tile == 0))
+        if KEEP:
+            tl.store(h1 + own[:, None] * H1 + i1[None, :], one, here[:, None] & (i1 < H1)[None, :] & (tile == 0))
         second_w = tl.load(
             w2 + at * H1 * H2 + i1[:, None] * H2 + i2[None, :], (i1 < H1)[:, None] & (i2 < H2)[None, :], 0.0
         )
         two = _dot(one, second_w, two, PRECISION)
 
     two = tl.maximum(two + tl.load(b2 + at * H2 + i2, i2 < H2, 0.0)[None, :], 0.0)
-    tl.store(h2 + own[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
+    if KEEP:
+        tl.store(h2 + own[:, None] * H2 + i2[None, :], two, here[:, None] & (i2 < H2)[None, :])
     place = parts + (tile * tl.num_programs(1) * B + own) * K
     if K == 1:
         tl.store(place, tl.sum(two * tl.load(w3 + at * H2 + i2, i2 < H2, 0.0)[None, :], 1), here)
@@ -138,10 +145,11 @@ def _forward(
 def _backward(
     dy, h1, h2, w1, w2, w3, parts, d1, d2, B, S, FULL,
     D: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr, K: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INPUT: tl.constexpr, PRECISION: tl.constexpr,
+    INPUT: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From dy to d2 and to BM rows and BN columns of d1, what the hidden layers are to change; with INPUT, what those
-    columns add to dx."""
+    """From dy to d2 and to BM rows and BN columns of d1, what the hidden layers are to change; KEEP them for the
+    weights. With INPUT, what those columns add to dx."""
     tiles: tl.constexpr = (H1 + BN - 1) // BN
     tile, net = tl.program_id(0) % tiles, tl.program_id(1)
     at = (net // S * FULL + net % S).to(tl.int64)
@@ -166,7 +174,8 @@ def _backward(
         inside2 = here[:, None] & (i2 < H2)[None, :]
         two = tl.load(h2 + own[:, None] * H2 + i2[None, :], inside2, 0.0)
         change = tl.where(two > 0, change, 0.0)
-        tl.store(d2 + own[:, None] * H2 + i2[None, :], change, inside2 & (tile == 0))
+        if KEEP:
+            tl.store(d2 + own[:, None] * H2 + i2[None, :], change, inside2 & (tile == 0))
         second_w = tl.load(
             w2 + at * H1 * H2 + i1[None, :] * H2 + i2[:, None], (i2 < H2)[:, None] & (i1 < H1)[None, :], 0.0
         )
@@ -175,7 +184,8 @@ def _backward(
     inside1 = here[:, None] & (i1 < H1)[None, :]
     one = tl.load(h1 + own[:, None] * H1 + i1[None, :], inside1, 0.0)
     back = tl.where(one > 0, back, 0.0)
-    tl.store(d1 + own[:, None] * H1 + i1[None, :], back, inside1)
+    if KEEP:
+        tl.store(d1 + own[:, None] * H1 + i1[None, :], back, inside1)
     if INPUT:
         i = tl.arange(0, DP)
         first_w = tl.load(w1 + at * D * H1 + i[None, :] * H1 + i1[:, None], (i1 < H1)[:, None] & (i < D)[None, :], 0.0)
@@ -255,9 +265,9 @@ def _weights(
 # ------------------------------------------------------------------------------------------------------ launching
 
 _library = torch.library.Library("t3d", "DEF")
-_library.define("perceptron(Tensor x, Tensor[] weights, str precision) -> (Tensor, Tensor, Tensor)")
+_library.define("perceptron(Tensor x, Tensor[] weights, str precision, bool keep) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "perceptron_backward(Tensor dy, Tensor h1, Tensor h2, Tensor[] weights, bool into, str precision)"
+    "perceptron_backward(Tensor dy, Tensor h1, Tensor h2, Tensor[] weights, bool into, bool keep, str precision)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
@@ -316,50 +326,51 @@ def _even(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _forward_empty(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_empty(x: Tensor, weights: list[Tensor], precision: str, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     w1, _, w2, _, w3, _ = weights
     lead = (*w1.shape[:-2], x.shape[-2])
-    h1, h2 = (x.new_empty(*lead, w.shape[-1], dtype=_dtype(precision)) for w in (w1, w2))
-    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1])
+    h1, h2 = (x.new_empty((*lead, w.shape[-1]) if keep else (0,), dtype=_dtype(precision)) for w in (w1, w2))
+    sizes = (x.shape[-1], w1.shape[-1], w2.shape[-1])
     tile = _tile(_nets(w1)[0], sizes, precision, back=False)
     return x.new_empty(triton.cdiv(w2.shape[-1], tile["BN"]), *lead, w3.shape[-1]), h1, h2
 
 
-def _forward_run(x: Tensor, weights: list[Tensor], precision: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_run(x: Tensor, weights: list[Tensor], precision: str, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = _even(x)
-    parts, h1, h2 = _forward_empty(x, weights, precision)
+    parts, h1, h2 = _forward_empty(x, weights, precision, keep)
     (nets, seeds, full), batch = _nets(weights[0]), x.shape[-2]
-    sizes = (x.shape[-1], h1.shape[-1], h2.shape[-1], parts.shape[-1])
+    sizes = (x.shape[-1], weights[0].shape[-1], weights[2].shape[-1], parts.shape[-1])
     tile = _tile(nets, sizes, precision, back=False)
     _forward[(triton.cdiv(batch, tile["BM"]) * len(parts), nets)](
         x, *weights[:-1], parts, h1, h2, batch, seeds, x.shape[0], x.stride(0), x.stride(1), full,
         *sizes, _padded(sizes[3]),
-        BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision), **tile,
+        KEEP=keep, BD=min(64, _padded(sizes[0])), PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return parts, h1, h2
 
 
 def _backward_empty(
-    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
+    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, keep: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     w1, _, _ = weights
     tile = _tile(_nets(w1)[0], (w1.shape[-2], h1.shape[-1], h2.shape[-1]), precision, back=True)
     parts = (triton.cdiv(w1.shape[-1], tile["BN"]), *dy.shape[:-1], w1.shape[-2]) if into else (0,)
-    return dy.new_empty(parts), torch.empty_like(h1), torch.empty_like(h2)
+    d1, d2 = (torch.empty_like(h) if keep else h.new_empty(0) for h in (h1, h2))
+    return dy.new_empty(parts), d1, d2
 
 
 def _backward_run(
-    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, precision: str
+    dy: Tensor, h1: Tensor, h2: Tensor, weights: list[Tensor], into: bool, keep: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy = dy.contiguous()
-    parts, d1, d2 = _backward_empty(dy, h1, h2, weights, into, precision)
+    parts, d1, d2 = _backward_empty(dy, h1, h2, weights, into, keep, precision)
     (nets, seeds, full), batch = _nets(weights[0]), dy.shape[-2]
     sizes = (weights[0].shape[-2], h1.shape[-1], h2.shape[-1], dy.shape[-1])
     tile = _tile(nets, sizes, precision, back=True)
     _backward[(triton.cdiv(batch, tile["BM"]) * triton.cdiv(sizes[1], tile["BN"]), nets)](
         dy, h1, h2, *weights, parts, d1, d2, batch, seeds, full,
         *sizes, _padded(sizes[0]), _padded(sizes[3]),
-        INPUT=into, PRECISION=_kind(precision), **tile,
+        INPUT=into, KEEP=keep, PRECISION=_kind(precision), **tile,
     )  # fmt: skip
     return parts, d1, d2
 

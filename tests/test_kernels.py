@@ -20,12 +20,13 @@ from t3d import kernels, networks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parameters(lead, sizes):
+def parameters(lead, sizes, bias=0.0):
+    """`bias` added to every bias: with 10 no unit is ever off, and rounding cannot turn one on."""
     torch.manual_seed(0)
     made = {}
     for layer, (fan_in, out) in enumerate(pairwise(sizes), start=1):
         made[f"w{layer}"] = torch.randn(*lead, fan_in, out, device=DEVICE) / fan_in**0.5
-        made[f"b{layer}"] = torch.randn(*lead, 1, out, device=DEVICE)
+        made[f"b{layer}"] = torch.randn(*lead, 1, out, device=DEVICE) + bias
     return made
 
 
@@ -43,9 +44,10 @@ def errors(lead, sizes, batch, precision, x=None, weights=None):
         def loss(weights, x):
             return (perceptron(weights, x) * coefficients).sum()
 
-        weights_alone = grad(loss)(weights, x)
+        weights_alone, x_alone = grad(loss)(weights, x), grad(loss, 1)(weights, x)
         of_both, of_x = grad(loss, (0, 1))(weights, x)
         assert all(torch.equal(tensor, of_both[name]) for name, tensor in weights_alone.items())
+        assert torch.equal(x_alone, of_x)
         return perceptron(weights, x), of_both, of_x
 
     y, of_weights, of_x = both(fast, weights, x, coefficients)
@@ -92,11 +94,13 @@ def main():
             ((1,), (17, 256, 256, 6), 256),
             ((2, 1), (23, 256, 256, 1), 256),
             ((2, 10), (23, 256, 256, 1), 256),
+            ((10,), (105, 256, 256, 8), 256),
             ((10,), (348, 256, 256, 17), 256),
             ((2, 40), (23, 256, 256, 1), 256),
             ((2, 3), (23, 400, 300, 1), 100),
         ):
-            found = errors(lead, sizes, batch, precision)
+            weights = parameters(lead, sizes, bias=0.0 if precision == "fp32" else 10.0)
+            found = errors(lead, sizes, batch, precision, weights=weights)
             print(precision, lead, sizes, batch, "off by", *(f"{error:.1e}" for error in found), flush=True)
             assert max(found) < limit
 

@@ -28,7 +28,7 @@ from t3d import files
 from t3d.errors import T3DError
 from t3d.replay import Replay
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
 MOST_SEGMENTS = 64  # then the older half is put together into one
 
