@@ -9,6 +9,7 @@ Shapes: S seeds, N environments a seed, B batch, O observation, A action.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from t3d.steps import Agent, Metrics, learn
 
 Floats = NDArray[np.float32]
 Sums = dict[str, Tensor]  # (S,) metrics added up since they were last read
+Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
 
 
 class Verbs(Protocol):
@@ -199,10 +201,18 @@ class Recorded:
         self._in.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
         there = self._in.there
         player = Player(agent, there["obs"], there["step"], self._out.there["action"])
-        with _networks_of(kernels_for(whole.memory, config)):
-            (play,) = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
-            critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
-            everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+
+        def translate(perceptron: Perceptron) -> tuple[list[Callable[[], None]], ...]:
+            # Once for real: what is done for the first time is done in another way than ever after.
+            with _networks_of(perceptron), _undone(whole):
+                play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
+                critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
+                everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+                for work in (*play, *critics, *everything):
+                    work()
+            return play, critics, everything
+
+        (play,), critics, everything = first_that_works(translate, perceptrons(whole.memory, config))
 
         def store() -> None:
             self._in.to_device()
@@ -214,9 +224,8 @@ class Recorded:
             play()
             self._out.to_host()
 
-        with _undone(whole):  # what is done for the first time is done in another way than ever after
-            for work in (explore, *critics, *everything):
-                work()
+        with _undone(whole):
+            explore()
         np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
         self._explore, self._store = recorded(explore), recorded(store)
         self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
@@ -309,21 +318,38 @@ def _undone(to: Learner) -> Iterator[None]:
     """Whatever happens to an agent and its metrics inside is as it was afterwards."""
     tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "length": to.memory.length})
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    yield
-    for name, tensor in tensors.items():
-        tensor.copy_(before[name])
+    try:
+        yield
+    finally:
+        for name, tensor in tensors.items():
+            tensor.copy_(before[name])
 
 
-def kernels_for(memory: Replay, config: Config) -> Callable[[networks.Parameters, Tensor], Tensor]:
-    """The networks as kernels of their own where those are for such networks, else as they stand."""
-    from t3d import kernels
+def perceptrons(memory: Replay, config: Config) -> dict[str, Perceptron]:
+    """How to compute the networks, best first: as kernels of their own where those are for such networks."""
+    plain: dict[str, Perceptron] = {"plain layers": networks.mlp}
+    try:
+        from t3d import kernels
+    except ImportError:
+        return plain
+    if not kernels.fits(memory.obs_dim, memory.action_dim, config.hidden):
+        return plain
+    return {"hand-written kernels": kernels.mlp(config.precision), **plain}
 
-    fits = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
-    return kernels.mlp(config.precision) if fits else networks.mlp
+
+def first_that_works(translate: Callable[[Perceptron], Any], ways: dict[str, Perceptron]) -> Any:
+    """GPUs and what comes with them are many: what the best way fails with is said, and the next one tried."""
+    for name, way in ways.items():
+        try:
+            return translate(way)
+        except Exception as error:  # Triton's errors have no common kind
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"{name} do not work on this GPU ({reason}).", stacklevel=2)
+    raise CannotCompile(reason)
 
 
 @contextmanager
-def _networks_of(perceptron: Callable[[networks.Parameters, Tensor], Tensor]) -> Iterator[None]:
+def _networks_of(perceptron: Perceptron) -> Iterator[None]:
     networks.perceptron, before = perceptron, networks.perceptron
     try:
         yield

@@ -17,7 +17,7 @@ from test_oracle import assert_equal
 import t3d
 from t3d import agent as agents
 from t3d import networks
-from t3d.accelerate import CannotCompile, accelerate
+from t3d.accelerate import CannotCompile, accelerate, first_that_works
 from t3d.agent import one_seed, tensors
 from t3d.config import Config, settle
 from t3d.replay import Replay, Rows
@@ -133,7 +133,7 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
 
     monkeypatch.setattr("t3d.accelerate.recorded", Recording)
     monkeypatch.setattr("t3d.accelerate.Mark", Mark)
-    monkeypatch.setattr("t3d.accelerate.kernels_for", lambda memory, config: networks.mlp)
+    monkeypatch.setattr("t3d.accelerate.perceptrons", lambda memory, config: {"plain layers": networks.mlp})
     monkeypatch.setattr("t3d.accelerate.ON_GPU", {})
     ends = {}
     for mode in ("eager", "graph"):
@@ -154,6 +154,19 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
         ends[mode] = {**tensors(agent), **sums, "length": memory.length, "rows": rows}
     for name, tensor in ends["eager"].items():
         torch.testing.assert_close(ends["graph"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_where_kernels_do_not_work_plain_layers_do():
+    def translate(perceptron):
+        return perceptron() + 1
+
+    def broken():
+        raise ValueError("no such thing\nat line 7")
+
+    with pytest.warns(UserWarning, match=r"^kernels do not work on this GPU \(ValueError: no such thing\)\.$"):
+        assert first_that_works(translate, {"kernels": broken, "plain layers": lambda: 1}) == 2
+    with pytest.warns(UserWarning), pytest.raises(CannotCompile, match="ValueError: no such thing"):
+        first_that_works(translate, {"plain layers": broken})
 
 
 def some_rows(source, count, action):
