@@ -64,8 +64,8 @@ def difference(ours, reference, samples=10_000):
     """Per cent of the reference's mean: the difference of means, and its 95 % interval."""
     source = np.random.default_rng(0)
     drawn = [source.choice(x, (samples, len(x))).mean(1) for x in (ours, reference)]
-    low, high = np.percentile((drawn[0] - drawn[1]) / reference.mean() * 100, [2.5, 97.5])
-    return (ours.mean() - reference.mean()) / reference.mean() * 100, low, high
+    low, high = np.percentile((drawn[0] - drawn[1]) / abs(reference.mean()) * 100, [2.5, 97.5])
+    return (ours.mean() - reference.mean()) / abs(reference.mean()) * 100, low, high
 
 
 def main():

@@ -1,29 +1,19 @@
-"""A run that is stopped or killed anywhere and resumed is the run that nobody disturbed, bit for bit.
+"""A run that is stopped or killed anywhere and resumed is the run that nobody disturbed, bit for bit."""
 
-python tests/test_resume.py 100               kill -9 at random instants, on four tasks, eager and compiled
-python tests/test_resume.py --instants 1000   the same on Pendulum-v1 alone, again and again
-python tests/test_resume.py --signals 50      SIGTERM and SIGINT
-"""
-
-import json
-import mmap
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from killed import KNOBS, SMALL, end_of
 from scripted import Scripted
 
 import t3d
-from t3d import files, states, training
+from t3d import states, training
 from t3d.accelerate import accelerate
 from t3d.config import Config, settle
 from t3d.display import Display
@@ -31,30 +21,6 @@ from t3d.envs import open_source
 from t3d.evaluation import Evaluator
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
-
-KNOBS = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "threads": 1, "random_steps": 20}
-KNOBS["accelerate"] = "eager"
-SMALL = {**KNOBS, "log_every": 50, "eval_every": 120, "checkpoint_every": "70", "progress": False}
-
-
-def rows_of(path):
-    """metrics.jsonl without the one number that depends on the clock."""
-    rows = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "steps_per_second"} for row in rows]
-
-
-def end_of(path, capacity=10**9):
-    """All that a run ended with: the state, the rows of the memory in their order, the metrics, the policies."""
-    newest = max((Path(path) / "checkpoints").iterdir(), key=lambda folder: int(folder.name.removeprefix("step-")))
-    manifest = files.read_json(newest / "manifest.json")
-    state = {name: t.numpy().tobytes() for name, t in files.read_tensors(newest / manifest["state_file"]).items()}
-    memory = {}
-    for part in manifest["segments"]:
-        for seed, rows in files.read_tensors(Path(path) / part["file"]).items():
-            memory[seed] = torch.cat([memory.get(seed, rows[:0]), rows])
-    memory = {seed: rows[-capacity:].numpy().tobytes() for seed, rows in memory.items()}
-    policies = {file.name: file.read_bytes() for file in sorted((Path(path) / "policies").glob("*.safetensors"))}
-    return manifest["step"], state, memory, rows_of(path), policies
 
 
 class Interrupted:
@@ -219,6 +185,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
             assert end_of(copy) == whole
 
 
+def test_where_every_checkpoint_is_damaged_nothing_is_started_over(tmp_path):
+    run = t3d.train("Pendulum-v1", 60, out=tmp_path / "run", **{**SMALL, "checkpoint_every": "600s"})
+    before = run.path.joinpath("metrics.jsonl").read_bytes()
+    for step in (0, 60):
+        state = run.path / "checkpoints" / f"step-{step}" / "state.safetensors"
+        state.write_bytes(b"x" + state.read_bytes()[1:])
+    with pytest.raises(t3d.T3DError, match=r"no checkpoint of .* is whole\. .*step-60.*step-0"):
+        t3d.resume(run.path, steps=100, progress=False)
+    assert run.path.joinpath("metrics.jsonl").read_bytes() == before
+
+
 def test_before_the_first_checkpoint_it_starts_again(tmp_path, capsys):
     run = t3d.train("Pendulum-v1", 150, out=tmp_path / "run", **SMALL)
     whole = end_of(run.path)
@@ -263,96 +240,10 @@ def test_what_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- processes
 
 
-def in_a_process(work):
-    """Do `work` in a copy of this process: what it imported is there already."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        work()
-        os._exit(0)
-    except SystemExit as leaving:
-        os._exit(int(leaving.code or 0))
-    except KeyboardInterrupt:
-        os._exit(130)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(99)
-
-
-REACHED = mmap.mmap(-1, 8)  # the step that a process had reached, for the one that killed it
-
-
-def go(env, path, **knobs):
-    """Start or resume, as somebody does who finds the folder."""
-
-    def advance(self, step, lost=0):
-        REACHED[:] = step.to_bytes(8, "little")
-
-    Display.advance = advance
-    if (path / "config.json").exists():
-        t3d.resume(path, progress=False)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-        t3d.train(env, out=path, **knobs)
-
-
-def die_in_a_save(operations):
-    """Die at the so-many-th thing that is done to a file."""
-    left = [operations]
-
-    def counted(function):
-        def call(*arguments, **more):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **more)
-
-        return call
-
-    os.fsync, os.posix_fallocate, os.open = counted(os.fsync), counted(os.posix_fallocate), counted(os.open)
-    Path.replace, Path.unlink, Path.mkdir = counted(Path.replace), counted(Path.unlink), counted(Path.mkdir)
-
-
-def killed_again_and_again(env, path, kills, seconds, **knobs):
-    """kill -9, half of them inside a save, until there were enough and the run is through; how many there were."""
-    done = 0
-    while True:
-        inside = done % 2 == 0 and done < kills
-
-        def work(inside=inside):
-            if inside:
-                die_in_a_save(random.randrange(60))
-            go(env, path, **knobs)
-
-        before = newest_of(path)
-        REACHED[:] = bytes(8)
-        pid = in_a_process(work)
-        if done < kills and not inside:
-            time.sleep(random.uniform(0, seconds))
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        assert newest_of(path) >= before  # no checkpoint that was there is lost
-        redone = int.from_bytes(REACHED[:], "little") - max(newest_of(path), 0)
-        assert redone <= int(knobs["checkpoint_every"])
-        if not os.WIFSIGNALED(status):
-            assert os.waitstatus_to_exitcode(status) == 0
-            return done
-        done += 1
-
-
-def newest_of(path):
-    """The step of the newest checkpoint that has its manifest."""
-    found = (path / "checkpoints").glob("step-*/manifest.json") if (path / "checkpoints").exists() else ()
-    return max((int(file.parent.name.removeprefix("step-")) for file in found), default=-1)
-
-
 def script(*arguments):
-    """This file in a process of its own, which has no threads yet and can be copied safely."""
-    done = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, text=True)
+    """tests/killed.py in a process of its own, which has no threads yet and can be copied safely."""
+    command = [sys.executable, Path(__file__).parent / "killed.py", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -391,87 +282,3 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     before = end_of(run.path)
     script("--stranger", run.path)
     assert end_of(run.path) == before
-
-
-def stranger(path):
-    """Somebody who may read the run but not write."""
-    os.setuid(65534)
-    for attempt in (lambda: t3d.resume(path, steps=200), lambda: t3d.train("Pendulum-v1", 100, out=path / "inside")):
-        try:
-            attempt()
-        except t3d.T3DError as error:
-            assert "Permission denied" in str(error)
-        else:
-            raise AssertionError("it was written")
-
-
-def signals(times):
-    """SIGTERM and SIGINT in turn: saved and ended within five seconds, each time further on."""
-    knobs = {**SMALL, "steps": 1_000_000, "checkpoint_every": "600s"}
-    with tempfile.TemporaryDirectory() as folder:
-        path, slowest = Path(folder) / "run", 0.0
-        for turn in range(times):
-            number, code = ((signal.SIGTERM, 143), (signal.SIGINT, 130))[turn % 2]
-            before = newest_of(path)
-            REACHED[:] = bytes(8)
-            pid = in_a_process(lambda: go("Pendulum-v1", path, **knobs))
-            while not any(REACHED[:]):
-                time.sleep(0.01)
-            time.sleep(random.uniform(0, 0.7))
-            asked = time.monotonic()
-            os.kill(pid, number)
-            ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            assert ended == code, f"{ended} instead of {code}"
-            slowest = max(slowest, time.monotonic() - asked)
-            assert newest_of(path) > before
-        assert slowest < 5
-        print(f"{times} signals: saved and ended each time, after {slowest:.2f} s at most")
-
-
-def instants(kills):
-    knobs = {**SMALL, "steps": 400, "checkpoint_every": "25"}
-    with tempfile.TemporaryDirectory() as folder:
-        whole = end_of(t3d.train("Pendulum-v1", out=Path(folder) / "whole", **knobs).path)
-        total = runs = 0
-        while total < kills:
-            path = Path(folder) / str(runs)
-            total += killed_again_and_again("Pendulum-v1", path, min(kills, 40), 0.6, **knobs)
-            assert end_of(path) == whole
-            shutil.rmtree(path)
-            runs += 1
-        print(f"{total} kills in {runs} runs: every run loadable each time, no checkpoint lost, the end bit for bit")
-
-
-def main(kills=100):
-    cases = [
-        (env, {"num_envs": envs, "accelerate": mode})
-        for env in ("Pendulum-v1", "HalfCheetah-v5", "Ant-v5", "Hopper-v5")
-        for envs in (1, 4)
-        for mode in ("eager", "compile")
-    ]
-    each, total = -(-kills // len(cases)), 0
-    for env, knobs in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            knobs = {**SMALL, "steps": 1500, "checkpoint_every": "100", "eval_every": 500, **knobs}
-            start, done, same = time.monotonic(), 0, True
-            whole = t3d.train(env, out=Path(folder) / "whole", **knobs)
-            seconds = time.monotonic() - start
-            while done < each and same:
-                path = Path(folder) / f"killed {done}"
-                done += killed_again_and_again(env, path, each - done, seconds, **knobs)
-                same = end_of(path) == end_of(whole.path)
-            total += done
-            how = f"{knobs['num_envs']} environments, {knobs['accelerate']}"
-            print(f"{env:<16}{how:<26}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
-            assert same
-    print(f"{total} kills in all")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    commands = {"--instants": (instants, int), "--signals": (signals, int), "--stranger": (stranger, Path)}
-    if sys.argv[1] in commands:
-        command, kind = commands[sys.argv[1]]
-        command(kind(sys.argv[2]))
-    else:
-        main(int(sys.argv[1]))
