@@ -186,7 +186,9 @@ def first_update(cache):
     command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32", "--eval-episodes", "1"]
     with tempfile.TemporaryDirectory() as out:
         metrics, begin = Path(out) / "run" / "metrics.jsonl", time.monotonic()
-        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        own = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # of this process: the run is to make its own
+        environment = {name: value for name, value in os.environ.items() if name not in own}
+        environment["XDG_CACHE_HOME"] = cache
         run = subprocess.Popen([*command, "--out", f"{out}/run"], env=environment, stdout=subprocess.DEVNULL)
         while not (metrics.exists() and re.search(r'"critic_loss": \d', metrics.read_text())):
             time.sleep(0.05)

@@ -34,10 +34,10 @@ LAST = 5  # evaluations that count as the end
 def trained(name, arguments):
     """The curves of one task in one precision: from the file, or trained now."""
     env, precision = name.split("/")
-    path = RESULTS / "learning" / f"{env}-{precision}.json"
+    path = RESULTS / "learning" / f"{env}-{precision}-{arguments.seeds}-seeds-{arguments.steps}-steps.json"
     if path.exists():
         return json.loads(path.read_text())
-    folder, begin = Path(arguments.runs) / name.replace("/", "-"), time.monotonic()
+    folder, begin = Path(arguments.runs) / path.stem, time.monotonic()
     if (folder / "config.json").exists():
         run = t3d.resume(folder, progress=arguments.progress)
     else:

@@ -8,7 +8,10 @@ first time takes a minute, after that the translation is found in a cache on the
 Shapes: S seeds, N environments a seed, B batch, O observation, A action.
 """
 
+import hashlib
+import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -202,12 +205,13 @@ class Recorded:
         there = self._in.there
         player = Player(agent, there["obs"], there["step"], self._out.there["action"])
 
-        def translate(perceptron: Perceptron) -> tuple[list[Callable[[], None]], ...]:
-            # Once for real: what is done for the first time is done in another way than ever after.
-            with _networks_of(perceptron), _undone(whole):
+        def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
+            with _networks_of(perceptron("fp32" if config.precision == "bf16" else config.precision)):
                 play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
+            with _networks_of(perceptron(config.precision)):
                 critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
                 everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+            with _undone(whole):  # once for real: the first time is done in another way than ever after
                 for work in (*play, *critics, *everything):
                     work()
             return play, critics, everything
@@ -325,19 +329,19 @@ def _undone(to: Learner) -> Iterator[None]:
             tensor.copy_(before[name])
 
 
-def perceptrons(memory: Replay, config: Config) -> dict[str, Perceptron]:
-    """How to compute the networks, best first: as kernels of their own where those are for such networks."""
-    plain: dict[str, Perceptron] = {"plain layers": networks.mlp}
+def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
+    """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
+    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: networks.mlp}
     try:
         from t3d import kernels
     except ImportError:
         return plain
     if not kernels.fits(memory.obs_dim, memory.action_dim, config.hidden):
         return plain
-    return {"hand-written kernels": kernels.mlp(config.precision), **plain}
+    return {"hand-written kernels": kernels.mlp, **plain}
 
 
-def first_that_works(translate: Callable[[Perceptron], Any], ways: dict[str, Perceptron]) -> Any:
+def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
     """GPUs and what comes with them are many: what the best way fails with is said, and the next one tried."""
     for name, way in ways.items():
         try:
@@ -399,7 +403,9 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     own = [agents.tensors(subject) for subject in subjects]
     names = list(own[0])
@@ -412,8 +418,16 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
     if inputs[0][0].device.type == "cpu":
         known["cpp_wrapper"] = True
     try:
-        graph = make_fx(flat, tracing_mode="fake")(*inputs[0])
-        call: Any = compile_fx(graph, inputs[0], config_patches=known)
+        # With shapes, even though they are fixed: without, the compiler keeps nothing in its cache.
+        shapes = FakeTensorMode(shape_env=ShapeEnv())
+        empty = [shapes.from_tensor(tensor, static_shapes=True) for tensor in inputs[0]]
+        with shapes:
+            graph = make_fx(flat)(*empty)
+        # What was compiled for other kernels must not be found in the cache.
+        source = inspect.getsource(sys.modules[networks.perceptron.__module__])
+        tag = hashlib.sha256(source.encode()).hexdigest()
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            call: Any = compile_fx(graph, empty, config_patches=known)
     except (RuntimeError, ImportError) as error:
         raise CannotCompile(str(error).strip().splitlines()[0]) from error
 

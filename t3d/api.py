@@ -196,7 +196,7 @@ def go_on(
         finally:
             if run.evaluations:
                 learning_curve(run)
-    if stop.signal is not None and state.step < config.steps:
+    if stop.signal is not None and (state.step < config.steps or state.evaluated < state.step):
         display.say(f"Stopped and saved at step {state.step:,}. To go on: t3d resume {run.path}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt

@@ -195,6 +195,11 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
             " give fewer random steps or more steps."
         )
+    if config.num_envs * config.n_step > config.buffer_size:
+        raise T3DError(
+            f"--buffer-size {config.buffer_size:,} does not hold what one step can bring:"
+            f" --num-envs {config.num_envs} times --n-step {config.n_step}."
+        )
     refuse_hardware(config)
     return config
 
@@ -208,10 +213,10 @@ def refuse_hardware(config: Config) -> None:
         raise T3DError("--accelerate graph is for NVIDIA GPUs; on a CPU use compile, eager or auto.")
     if precision == "tf32" and device != "cuda":
         raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
-    if precision == "bf16":
-        gpu = device == "cuda"
-        if not (torch.cuda.is_bf16_supported() if gpu else torch.cpu._is_avx512_bf16_supported()):
-            raise T3DError(f"--precision bf16: this {'GPU' if gpu else 'processor'} has no such numbers; use fp32.")
+    if device == "cuda" and precision != "fp32" and torch.cuda.get_device_capability() < (8, 0):
+        raise T3DError(f"--precision {precision}: this GPU has no such numbers; use fp32.")
+    if device == "cpu" and precision == "bf16" and not torch.cpu._is_avx512_bf16_supported():
+        raise T3DError("--precision bf16: this processor has no such numbers; use fp32.")
 
 
 def _threads(config: Config, seeds: int) -> int:

@@ -292,7 +292,8 @@ def _kind(precision: str) -> str:
 def _nets(w: Tensor) -> tuple[int, int, int]:
     """Networks, seeds, and seeds in the whole that these may be a part of."""
     twins, seeds = (1, w.shape[0]) if w.dim() == 3 else (w.shape[0], w.shape[1])
-    return twins * seeds, seeds, w.stride(0) // w.stride(1) if w.dim() == 4 else seeds
+    # By the size of a matrix: with one seed the stride of the axis of seeds says nothing.
+    return twins * seeds, seeds, w.stride(0) // (w.shape[-2] * w.shape[-1]) if w.dim() == 4 else seeds
 
 
 MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many where the sum is used

@@ -47,7 +47,7 @@ def refuse_oversize(rows: int, row_bytes: int, seeds: int, device: torch.device)
     """Say before step 0 that a replay memory cannot be had, and the largest one that can."""
     free = free_memory(device)
     needed = rows * row_bytes * seeds
-    if free is not None and needed > free:
+    if free is not None and needed > 0.9 * free:  # the rest of a run needs some too
         fits = int(0.9 * free) // (row_bytes * seeds)
         raise T3DError(
             f"the replay memory needs {needed / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free on this"

@@ -60,7 +60,7 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
 
     envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
     device = torch.device(config.device)
-    capacity = min(config.buffer_size, config.steps)
+    capacity = max(min(config.buffer_size, config.steps), per_seed * config.n_step)  # at least what a step can bring
     try:
         refuse_oversize(capacity, row_width(envs.obs_dim, envs.actions.dim) * 4, count, device)
         memory = Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device)

@@ -58,7 +58,7 @@ def run(
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
         test = due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
         # With overlap the updates that are owed are left for the next turn, unless they are in what is read here.
-        if config.overlap == "off" or log or test:
+        if config.overlap != "on" or log or test:
             learn_owed(state, config, verbs, stop)
         if log and not stop():
             now = time.perf_counter()
@@ -259,13 +259,14 @@ def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) 
 
 def about(config: Config) -> dict[str, Any]:
     """What bits depend on beside the run itself: written with every checkpoint."""
-    return {"versions": versions(), "device": config.device, "threads": config.threads, "processor": platform.machine()}
+    device = torch.cuda.get_device_name() if config.device == "cuda" else config.device
+    return {"versions": versions(), "device": device, "threads": config.threads, "processor": platform.machine()}
 
 
 def versions() -> dict[str, str]:
     """Of what results depend on."""
     found = {"python": platform.python_version()}
-    for package in ("t3d", "torch", "numpy", "gymnasium", "mujoco"):
+    for package in ("t3d", "torch", "triton", "numpy", "gymnasium", "mujoco"):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

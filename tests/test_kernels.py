@@ -81,6 +81,15 @@ def test_seeds_that_are_part_of_a_larger_whole():
     assert max(errors((2, 1), (5, 32, 16, 1), 8, "fp32", x=x, weights=part)) < 1e-5
 
 
+@pytest.mark.parametrize("seeds", [[7], [7, 3]])
+def test_critics_as_they_are_made(seeds):
+    critic = networks.init_critic(torch.tensor(seeds, device=DEVICE), 3, 2, (32, 16), torch.float32)
+    found = errors((2, len(seeds)), (5, 32, 16, 1), 20, "fp32", weights=critic)
+    assert max(found) < 1e-5
+    twins = kernels.mlp("fp32")(critic, torch.randn(len(seeds), 20, 5, device=DEVICE))
+    assert not torch.allclose(twins[0], twins[1], atol=1e-3)
+
+
 def test_which_networks_they_are_for():
     assert kernels.fits(17, 6, (256, 256)) and kernels.fits(105, 8, (400, 300))
     assert (
