@@ -172,19 +172,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     try:
-        return dict(safetensors.torch.load(path.read_bytes()))
-    except OSError as error:
-        raise T3DError(f"cannot read {path}: {error.strerror}.") from error
+        return dict(safetensors.torch.load(read_bytes(path)))
     except safetensors.SafetensorError as error:
         raise T3DError(f"{path} is not a safetensors file, or is damaged ({error}).") from error
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+def read_bytes(path: Path) -> bytes:
+    """A whole file."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return path.read_bytes()
     except OSError as error:
         raise T3DError(f"cannot read {path}: {error.strerror}.") from error
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def copy_tensors(path: Path, given: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:

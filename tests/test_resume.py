@@ -7,6 +7,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from killed import KNOBS, SMALL, end_of
@@ -21,6 +22,7 @@ from t3d.envs import open_source
 from t3d.evaluation import Evaluator
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
+from t3d.runs.parity import mended, parity
 
 
 class Interrupted:
@@ -183,6 +185,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
             said = capsys.readouterr().out
             assert file.name in said and "skipped" in said and "checkpoint is of step 280" in said, said
             assert end_of(copy) == whole
+
+
+@pytest.mark.parametrize("where", [5, -5])
+def test_a_damaged_segment_that_every_checkpoint_needs_is_mended(where, tmp_path, capsys):
+    run = t3d.train("Pendulum-v1", 300, out=tmp_path / "run", **SMALL)
+    whole = end_of(run.path)
+    segment = run.path / "replay" / "step-70.safetensors"
+    content = bytearray(segment.read_bytes())
+    content[where] ^= 1
+    segment.write_bytes(content)
+    t3d.resume(run.path, steps=301)
+    said = capsys.readouterr().out
+    assert f"{segment} was damaged; it was mended from step-70.safetensors.parity." in said
+    assert "checkpoint is of step 300" in said
+    assert end_of(run.path)[2]["0"].startswith(whole[2]["0"])
+
+
+def test_parity_mends_one_block_of_a_group_and_no_more():
+    source = np.random.default_rng(0)
+    for size in (1, 4096, 300_000, 900_001):
+        content = source.bytes(size)
+        beside = parity(content)
+        assert mended(content, beside) == content and len(beside) < size / 50 + 5000
+        for begin in source.integers(0, size, 5):
+            broken = bytearray(content)
+            broken[begin : begin + 3000] = bytes(len(broken[begin : begin + 3000]))  # may lie in two blocks
+            fixed = mended(bytes(broken), beside)
+            assert fixed == content or size <= 64 * 4096  # a small file has one group: two blocks are too many
+    broken = bytearray(content)
+    broken[0], broken[4096 * 4] = broken[0] ^ 1, broken[4096 * 4] ^ 1  # blocks of one group
+    assert mended(bytes(broken), beside) != content and mended(content, b"short") == content
 
 
 def test_where_every_checkpoint_is_damaged_nothing_is_started_over(tmp_path):

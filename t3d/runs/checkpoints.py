@@ -3,6 +3,7 @@
     checkpoints/step-N/state.safetensors    every number of the run's state but the replay memory's rows
     checkpoints/step-N/manifest.json        written last: with it the checkpoint exists, without it there is none
     replay/step-N.safetensors               the rows that were new at step N, never changed again
+    replay/step-N.safetensors.parity        what would mend it
 
 The manifest names every file with its size and SHA-256, also the segments of the replay memory that belong to it. A
 checkpoint costs what is new. Nothing is overwritten: an old checkpoint is removed when two newer ones are whole, a
@@ -27,9 +28,11 @@ from torch import Tensor
 from t3d import files
 from t3d.errors import T3DError
 from t3d.replay import Replay
+from t3d.runs.parity import mended, parity
 
 FORMAT = 2
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
+PARITY = ".parity"  # behind a segment's name
 MOST_SEGMENTS = 64  # then the older half is put together into one
 
 
@@ -124,8 +127,7 @@ class Checkpoints:
         segments = [part for part in self.segments if any(_needed(part, last, capacity))]
         if first != last:
             name = f"replay/{_free_name(self.run / 'replay', f'step-{step}')}"
-            written = files.write_tensors(self.run / name, {str(k): tensor for k, tensor in enumerate(rows)})
-            segments.append(Segment(name, written.size, written.sha256, first, last))
+            segments.append(self._write_segment(name, {str(k): t for k, t in enumerate(rows)}, first, last))
         if len(segments) > MOST_SEGMENTS:
             segments = self._together(step, segments)
         folder = files.make_folder(self.run / "checkpoints" / f"step-{step}")
@@ -154,8 +156,13 @@ class Checkpoints:
         parts = [self._read_segment(part) for part in old]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         name = f"replay/{_free_name(self.run / 'replay', f'step-{step}-together')}"
+        return [self._write_segment(name, rows, old[0].first, old[-1].last), *rest]
+
+    def _write_segment(self, name: str, rows: Mapping[str, Tensor], first: list[int], last: list[int]) -> Segment:
+        """Both checkpoints that are kept need it, so it is written with what would mend it."""
         written = files.write_tensors(self.run / name, rows)
-        return [Segment(name, written.size, written.sha256, old[0].first, old[-1].last), *rest]
+        files.write_bytes(self.run / (name + PARITY), parity(files.read_bytes(self.run / name)))
+        return Segment(name, written.size, written.sha256, first, last)
 
     def _tidy(self) -> None:
         """Remove what no checkpoint needs that stays."""
@@ -170,7 +177,7 @@ class Checkpoints:
         for step in stay:
             needed |= {part["file"] for part in files.read_json(self._folder(step) / "manifest.json")["segments"]}
         for path in (self.run / "replay").iterdir():
-            if f"replay/{path.name}" not in needed:
+            if f"replay/{path.name.removesuffix(PARITY)}" not in needed:
                 files.remove(path)
 
     # ------------------------------------------------------------------------------------------ reading
@@ -187,21 +194,43 @@ class Checkpoints:
         return [step for step in self._folders() if (self._folder(step) / "manifest.json").exists()]
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence for each newer one that is not."""
-        skipped = []
+        """The newest checkpoint that is whole, and a sentence for each newer one that is not.
+
+        If none is whole, because a segment is damaged that all of them need, it is mended.
+        """
+        found, skipped = self._newest(mend=False)
+        return self._newest(mend=True) if found is None and self.written() else (found, skipped)
+
+    def _newest(self, mend: bool) -> tuple[Checkpoint | None, list[str]]:
+        said: list[str] = []
         for step in sorted(self._folders(), reverse=True):
             folder = self._folder(step)
             if not (folder / "manifest.json").exists():
-                skipped.append(f"{folder}: was being written when the run ended; skipped.")
+                said.append(f"{folder}: was being written when the run ended; skipped.")
                 continue
             try:
-                return self._verified(folder), skipped
+                checkpoint = self._verified(folder)
+                for part in checkpoint.segments:
+                    said += self._mended(part) if mend else []
+                    self._check(self.run / part.file, part.size, part.sha256)
+                return checkpoint, said
             except T3DError as error:
-                skipped.append(f"{error} That checkpoint is skipped.")
-        return None, skipped
+                said.append(f"{error} That checkpoint is skipped.")
+        return None, said
+
+    def _mended(self, part: Segment) -> list[str]:
+        """Put a segment right if it is damaged and can be; what was done, in a sentence."""
+        path, beside = self.run / part.file, self.run / (part.file + PARITY)
+        if not (path.is_file() and beside.is_file()) or files.sha256(path) == part.sha256:
+            return []
+        content = mended(files.read_bytes(path), files.read_bytes(beside))
+        if hashlib.sha256(content).hexdigest() != part.sha256:
+            return []
+        files.write_bytes(path, content)
+        return [f"{path} was damaged; it was mended from {beside.name}."]
 
     def _verified(self, folder: Path) -> Checkpoint:
-        """A manifest all of whose files are as they were written."""
+        """A manifest that is as it was written, and its state too; the segments are for others to look at."""
         path = folder / "manifest.json"
         values = files.read_json(path)
         if values.pop("sha256", None) != _digest(values):
@@ -223,8 +252,6 @@ class Checkpoints:
         except (KeyError, TypeError, ValueError) as error:
             raise T3DError(f"{path} is no manifest of a checkpoint ({error}).") from error
         self._check(folder / name, state.size, state.sha256)
-        for part in segments:
-            self._check(self.run / part.file, part.size, part.sha256)
         return checkpoint
 
     def _check(self, path: Path, size: int, sha256: str) -> None:
