@@ -2,7 +2,7 @@
 
 At these sizes a GPU waits for one small kernel after another, so what counts is how many there are. Three do all the
 work of a network with two hidden layers: `_forward`; `_backward`, which goes back through the layers for a few rows of
-the batch; and `_weights`, which adds up every weight's gradient over the batch. Only `accelerate.py` chooses them, and
+the batch; and `_weights`, which adds up every weight's gradient over the batch. Only `accelerate/` chooses them, and
 the tests compare them with the function they stand for.
 
 Shapes: T twins (1 or 2), S seeds, B batch; sizes of the layers D -> H1 -> H2 -> K. x (S, B, D), which the twins share,
@@ -29,7 +29,7 @@ def fits(obs_dim: int, action_dim: int, hidden: tuple[int, ...]) -> bool:
 
 
 def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
-    """What stands for `networks.mlp`; matrix products are in `precision`, but the last layer's always in fp32."""
+    """What stands for `networks.mlp`; matrix products are in `precision`, but the last layer's never in bfloat16."""
 
     def apply(parameters: Parameters, x: Tensor) -> Tensor:
         weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]

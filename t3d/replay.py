@@ -72,34 +72,27 @@ class Replay:
         valid: NDArray[np.bool_],
     ) -> None:
         """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
-        new = np.empty((*valid.shape, self.rows.shape[-1]), np.float32 if self.rows.dtype == torch.float32 else float)
-        where = self.lay_out(new, obs, action, reward, next_obs, terminated, span, valid)
+        self.add_rows(Rows(obs, action, reward, next_obs, terminated, span, valid))
+
+    def add_rows(self, rows: "Rows") -> None:
+        """[step 1] The same, of rows that come in one piece."""
+        dtype = np.float32 if self.rows.dtype == torch.float32 else float
+        new = np.empty((*rows.valid.shape, self.rows.shape[-1]), dtype)
+        where = self.lay_out(new, rows)
         if self.rows.device.type == "cpu":
             self.rows.numpy().reshape(-1, new.shape[-1])[where] = new
         else:
             self.write(torch.from_numpy(new).to(self.rows.device), torch.from_numpy(where).to(self.rows.device))
         self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
 
-    def add_rows(self, rows: "Rows") -> None:
-        self.add(*rows)
-
-    def lay_out(
-        self,
-        into: NDArray[Any],
-        obs: ArrayLike,
-        action: ArrayLike,
-        reward: ArrayLike,
-        next_obs: ArrayLike,
-        terminated: ArrayLike,
-        span: ArrayLike,
-        valid: NDArray[np.bool_],
-    ) -> NDArray[np.int64]:
+    def lay_out(self, into: NDArray[Any], rows: "Rows") -> NDArray[np.int64]:
         """Put N rows a seed together in `into` (S, N, width) and count them; returns where they go, (S, N)."""
         # On the host: NumPy does small things in less time than PyTorch.
-        into[..., : self.obs_dim] = obs
-        into[..., self.obs_dim : -self.obs_dim - 3] = action
-        into[..., -self.obs_dim - 3 : -3] = next_obs
-        into[..., -3], into[..., -2], into[..., -1] = reward, terminated, span
+        into[..., : self.obs_dim] = rows.obs
+        into[..., self.obs_dim : -self.obs_dim - 3] = rows.action
+        into[..., -self.obs_dim - 3 : -3] = rows.next_obs
+        into[..., -3], into[..., -2], into[..., -1] = rows.reward, rows.terminated, rows.span
+        valid = rows.valid
         # (S, N): 1 for the first valid row, 2 for the second, …
         order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
         where = (self.stored[:, None] + order - 1) % self.capacity
@@ -156,12 +149,12 @@ class Replay:
 class Rows(NamedTuple):
     """Transitions on their way into the memory, (S, N, …), of which those that are `valid` will be stored."""
 
-    obs: NDArray[Any]
-    action: NDArray[Any]
-    reward: NDArray[Any]
-    next_obs: NDArray[Any]
-    terminated: NDArray[Any]
-    span: NDArray[Any]
+    obs: ArrayLike
+    action: ArrayLike
+    reward: ArrayLike
+    next_obs: ArrayLike
+    terminated: ArrayLike
+    span: ArrayLike
     valid: NDArray[np.bool_]
 
 

@@ -165,7 +165,7 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     no = np.zeros(missed.shape, bool)
     nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
     rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
-    state.memory.add(*rows)
+    state.memory.add_rows(rows)
     state.obs = obs
     for of_episode in (state.episode_return, state.episode_length, state.played):
         of_episode[missed] = 0

@@ -17,7 +17,8 @@ from test_oracle import assert_equal
 import t3d
 from t3d import agent as agents
 from t3d import networks
-from t3d.accelerate import CannotCompile, accelerate, first_that_works
+from t3d.accelerate import CannotCompile, accelerate
+from t3d.accelerate.recording import first_that_works
 from t3d.agent import one_seed, tensors
 from t3d.config import Config, settle
 from t3d.replay import Replay, Rows
@@ -131,10 +132,12 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
 
         wait = set
 
-    monkeypatch.setattr("t3d.accelerate.recorded", Recording)
-    monkeypatch.setattr("t3d.accelerate.Mark", Mark)
-    monkeypatch.setattr("t3d.accelerate.perceptrons", lambda memory, config: {"plain layers": lambda _: networks.mlp})
-    monkeypatch.setattr("t3d.accelerate.ON_GPU", {})
+    monkeypatch.setattr("t3d.accelerate.recording.recorded", Recording)
+    monkeypatch.setattr("t3d.accelerate.recording.Mark", Mark)
+    monkeypatch.setattr(
+        "t3d.accelerate.recording.perceptrons", lambda memory, config: {"plain layers": lambda _: networks.mlp}
+    )
+    monkeypatch.setattr("t3d.accelerate.recording.ON_GPU", {})
     ends = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, accelerate=mode, n_step=2)

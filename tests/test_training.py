@@ -246,3 +246,24 @@ def test_threads_are_a_fixed_rule():
     assert settle(small, "td3", "Pendulum-v1", 1).threads == 1
     assert settle(large, "td3", "Pendulum-v1", 1).threads == min(len(os.sched_getaffinity(0)), 8)
     assert settle(Config(threads=3), "td3", "Pendulum-v1", 1).threads == 3
+
+
+@pytest.mark.parametrize("overlap, order", [("off", "explore step store update"), ("on", "explore update step store")])
+def test_with_overlap_updates_are_asked_for_before_the_environments_move(overlap, order):
+    state, config = begin(random_steps=5, overlap=overlap)
+    advance(state, config, 8)
+    verbs, done = accelerate(state.agent, state.memory, state.sums, config), []
+
+    def noted(name, function):
+        return lambda *arguments: (done.append(name), function(*arguments))[1]
+
+    for name in ("explore", "store", "update"):
+        setattr(verbs, name, noted(name, getattr(verbs, name)))
+    state.envs.step = noted("step", state.envs.step)
+    training.turn(state, config, verbs)
+    if overlap == "off":
+        training.learn_owed(state, config, verbs)
+    else:
+        done.clear()  # nothing was owed yet
+        training.turn(state, config, verbs)
+    assert " ".join(done) == order

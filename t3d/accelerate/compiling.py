@@ -1,0 +1,160 @@
+"""The same functions translated by PyTorch's compiler, between tensors that stay where they are."""
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t3d import agent as agents
+from t3d import networks
+from t3d.accelerate.verbs import CannotCompile, Floats, Learner, add_up, products
+from t3d.config import Config
+from t3d.replay import Batch
+from t3d.steps import Agent, learn
+
+
+class Compiled:
+    """The same functions between tensors that stay where they are, so that a call has nothing to pass or to check."""
+
+    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
+        keep_translations()
+        self.store = whole.memory.add_rows
+        device, dim = whole.agent.seeds.device, whole.memory.action_dim
+        shape = (len(whole.agent.seeds), config.num_envs)
+        self._play = Player(
+            whole.agent,
+            obs=torch.zeros(*shape, whole.memory.obs_dim, device=device),
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            action=torch.zeros(*shape, dim, device=device),
+        )
+        students = [Student.of(learner, config.batch_size) for learner in learners]
+
+        # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
+        # are used. Without vector instructions the compiler is done with them in a tenth of the time.
+        def fetch(to: Student) -> None:
+            bits, noise = agents.draw(to.learner.agent, config.batch_size, dim)
+            batch = to.learner.memory.sample(bits, config.gamma)
+            for name, tensor in agents.tensors(to.batch).items():
+                tensor.copy_(getattr(batch, name))
+            to.noise.copy_(noise)
+
+        def rest(to: Student, delayed: bool) -> None:
+            with products(config, device):
+                add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, delayed))
+
+        (self._explore,) = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
+        self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
+        self._critics = compiled(lambda to: rest(to, delayed=False), students, {})
+        self._everything = compiled(lambda to: rest(to, delayed=True), students, {})
+
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        self._play.obs.copy_(torch.from_numpy(obs))
+        self._play.step.fill_(step)
+        self._explore()
+        return lambda: np.array(self._play.action.cpu().numpy())
+
+    def update(self, k: int, delayed: bool) -> None:
+        self._fetch[k]()
+        (self._everything if delayed else self._critics)[k]()
+
+    def flush(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Player:
+    """Every tensor that acting reads and writes."""
+
+    agent: Agent
+    obs: Tensor
+    step: Tensor
+    action: Tensor
+
+    def play(self, noise: float) -> None:
+        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise))
+
+
+@dataclass(frozen=True)
+class Student:
+    """A learner, and a batch and noise to hand on."""
+
+    learner: Learner
+    batch: Batch
+    noise: Tensor
+
+    @staticmethod
+    def of(learner: Learner, size: int) -> "Student":
+        memory = learner.memory
+        rows = memory.rows.new_zeros(len(memory.rows), size, 1)
+
+        def wide(width: int) -> Tensor:
+            return rows.repeat(1, 1, width)
+
+        reward, terminated, discount = (rows[..., 0].clone() for _ in range(3))
+        batch = Batch(wide(memory.obs_dim), wide(memory.action_dim), reward, wide(memory.obs_dim), terminated, discount)
+        return Student(learner, batch, wide(memory.action_dim))
+
+
+def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> list[Callable[[], None]]:
+    """`function(subject)` as a call without arguments, for each of several subjects of the same shapes.
+
+    PyTorch traces the function without doing anything and compiles what it found. The compiled code is called by
+    itself, with the subject's tensors, without the checks that would cost as much as a tenth of an update.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    own = [agents.tensors(subject) for subject in subjects]
+    names = list(own[0])
+
+    def flat(*tensors: Tensor) -> None:
+        function(agents.with_tensors(subjects[0], dict(zip(names, tensors, strict=True))))
+
+    inputs = [[tensors[name] for name in names] for tensors in own]
+    # Some are newer than the oldest PyTorch that will do.
+    known = {name: value for name, value in options.items() if hasattr(config, name.split(".")[0])}
+    if inputs[0][0].device.type == "cpu":
+        known["cpp_wrapper"] = True
+    try:
+        # With shapes, even though they are fixed: without, the compiler keeps nothing in its cache.
+        shapes = FakeTensorMode(shape_env=ShapeEnv())
+        empty = [shapes.from_tensor(tensor, static_shapes=True) for tensor in inputs[0]]
+        with shapes:
+            graph = make_fx(flat)(*empty)
+        # What was compiled for other kernels must not be found in the cache.
+        source = inspect.getsource(sys.modules[networks.perceptron.__module__])
+        tag = hashlib.sha256(source.encode()).hexdigest()
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            call: Any = compile_fx(graph, empty, config_patches=known)
+    except (RuntimeError, ImportError) as error:
+        raise CannotCompile(str(error).strip().splitlines()[0]) from error
+
+    def tied(tensors: list[Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            call(*tensors)
+
+        return run
+
+    return [tied(tensors) for tensors in inputs]
+
+
+def keep_translations() -> None:
+    """In the user's own cache, where they outlive a restart and nobody else can write them."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.setdefault(variable, str(cache))

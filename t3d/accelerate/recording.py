@@ -1,0 +1,201 @@
+"""The same functions, compiled and recorded by a GPU."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t3d import agent as agents
+from t3d import networks
+from t3d.accelerate.compiling import Player, compiled, keep_translations
+from t3d.accelerate.verbs import CannotCompile, Floats, Learner, update
+from t3d.config import Config
+from t3d.replay import Replay, Rows
+
+Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
+
+
+class Recorded:
+    """The same functions, compiled, and recorded by the GPU: a call is one word, and the GPU does the rest by itself.
+
+    What goes to the GPU at a step, observations and new transitions, goes in one copy, and is taken from memory that
+    the GPU can reach by itself; transitions wait for the next observations. The host waits for nothing but the actions,
+    so environments move while the GPU learns.
+    """
+
+    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
+        keep_translations()
+        self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
+        shape = (len(agent.seeds), config.num_envs)
+        rows = (shape[0], config.num_envs * config.n_step)
+        self._in = Transfer(
+            device,
+            step=((), torch.int64),
+            length=(shape[:1], torch.int64),
+            where=(rows, torch.int64),
+            obs=((*shape, self._memory.obs_dim), torch.float32),
+            rows=((*rows, self._memory.rows.shape[-1]), torch.float32),
+        )
+        self._out = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
+        self._in.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
+        there = self._in.there
+        player = Player(agent, there["obs"], there["step"], self._out.there["action"])
+
+        def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
+            with _networks_of(perceptron("fp32" if config.precision == "bf16" else config.precision)):
+                play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
+            with _networks_of(perceptron(config.precision)):
+                critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
+                everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+            with _undone(whole):  # once for real: the first time is done in another way than ever after
+                for work in (*play, *critics, *everything):
+                    work()
+            return play, critics, everything
+
+        (play,), critics, everything = first_that_works(translate, perceptrons(whole.memory, config))
+
+        def store() -> None:
+            self._in.to_device()
+            self._memory.write(there["rows"], there["where"])
+            self._memory.length.copy_(there["length"])
+
+        def explore() -> None:
+            store()
+            play()
+            self._out.to_host()
+
+        with _undone(whole):
+            explore()
+        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
+        self._explore, self._store = recorded(explore), recorded(store)
+        self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
+        self._mark = Mark()  # behind the last thing that reads `_in` or writes `_out`
+        self._pending = False  # whether there are transitions in `_in` that were not asked to be stored
+
+    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        self._mark.wait()
+        self._in.here["obs"][:] = obs
+        self._in.here["step"][...] = step
+        self._explore.replay()
+        self._mark.set()
+        self._pending = False
+        return self._explored
+
+    def _explored(self) -> Floats:
+        self._mark.wait()
+        return self._out.here["action"].copy()
+
+    def store(self, rows: Rows) -> None:
+        self.flush()
+        self._mark.wait()
+        self._in.here["where"][:] = self._memory.lay_out(self._in.here["rows"], rows)
+        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
+        self._pending = True
+
+    def update(self, k: int, delayed: bool) -> None:
+        self.flush()
+        (self._everything if delayed else self._critics)[k].replay()
+
+    def flush(self) -> None:
+        if self._pending:
+            self._store.replay()
+            self._mark.set()
+            self._pending = False
+
+
+class Mark:
+    """A place in what the GPU was asked for, to wait for."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._reached = True
+
+    def set(self) -> None:
+        self._event.record(self._stream)
+        self._reached = False
+
+    def wait(self) -> None:
+        if not self._reached:
+            self._event.synchronize()
+            self._reached = True
+
+
+ON_GPU = {"combo_kernels": True, "deterministic": True}  # one kernel for many tensors; no choice that is left to timing
+
+
+class Transfer:
+    """Arrays on the host and tensors of the same names on the device, which move from here to there in one copy."""
+
+    def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], torch.dtype]) -> None:
+        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in parts.items()}
+        self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.zeros_like(self._here, device=device)
+        self.here, self.there = {}, {}
+        end = 0
+        for name, (shape, dtype) in parts.items():
+            begin, end = end, end + sizes[name]
+            self.here[name] = self._here[begin:end].view(dtype).view(shape).numpy()
+            self.there[name] = self._there[begin:end].view(dtype).view(shape)
+
+    def to_device(self) -> None:
+        self._there.copy_(self._here, non_blocking=True)
+
+    def to_host(self) -> None:
+        self._here.copy_(self._there, non_blocking=True)
+
+
+def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What the GPU is asked to do, kept to be asked for again; it is not done yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@contextmanager
+def _undone(to: Learner) -> Iterator[None]:
+    """Whatever happens to an agent and its metrics inside is as it was afterwards."""
+    tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "length": to.memory.length})
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    try:
+        yield
+    finally:
+        for name, tensor in tensors.items():
+            tensor.copy_(before[name])
+
+
+def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
+    """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
+    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: networks.mlp}
+    try:
+        from t3d import kernels
+    except ImportError:
+        return plain
+    if not kernels.fits(memory.obs_dim, memory.action_dim, config.hidden):
+        return plain
+    return {"hand-written kernels": kernels.mlp, **plain}
+
+
+def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
+    """GPUs and what comes with them are many: what the best way fails with is said, and the next one tried."""
+    for name, way in ways.items():
+        try:
+            return translate(way)
+        except Exception as error:  # Triton's errors have no common kind
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(f"{name} do not work on this GPU ({reason}).", stacklevel=2)
+    raise CannotCompile(reason)
+
+
+@contextmanager
+def _networks_of(perceptron: Perceptron) -> Iterator[None]:
+    networks.perceptron, before = perceptron, networks.perceptron
+    try:
+        yield
+    finally:
+        networks.perceptron = before
