@@ -216,9 +216,9 @@ def _product(
 def _sum(d, factor, out, tile, B: tl.constexpr, Q: tl.constexpr, BS: tl.constexpr, WEIGHTED: tl.constexpr):
     """BS numbers of out (Q) = d (B, Q), each row times its factor if WEIGHTED, added up over the batch."""
     q = tile * BS + tl.arange(0, BS)
-    total = tl.zeros((32, BS), tl.float32)
-    for first in range(0, B, 32):
-        row = first + tl.arange(0, 32)
+    total = tl.zeros((128, BS), tl.float32)
+    for first in range(0, B, 128):
+        row = first + tl.arange(0, 128)
         part = tl.load(d + row[:, None] * Q + q[None, :], (row < B)[:, None] & (q < Q)[None, :], 0.0).to(tl.float32)
         if WEIGHTED:
             part *= tl.load(factor + row, row < B, 0.0)[:, None]
@@ -319,8 +319,11 @@ def _weights_tile(nets: int, precision: str) -> dict[str, int]:
     """Rows and columns of the weights for each program, and rows of the batch at a time."""
     if nets <= 8:
         return {"BP": 32, "BQ": 32 if nets == 1 else 64, "BB": 128, "BS": 32, "num_warps": 4, "num_stages": 2}
-    side = 32 if precision != "bf16" else 64 if nets <= 64 else 128
-    return {"BP": side, "BQ": 128 if precision != "fp32" else 64, "BB": 64, "BS": 64, "num_warps": 4, "num_stages": 3}
+    if precision != "bf16":
+        wide = 128 if precision == "tf32" else 64
+        return {"BP": 32, "BQ": wide, "BB": 64, "BS": 64, "num_warps": 4, "num_stages": 3}
+    wide, deep = (64, 128) if nets <= 64 else (128, 64)
+    return {"BP": 64, "BQ": wide, "BB": deep, "BS": wide, "num_warps": 4, "num_stages": 2}
 
 
 def _even(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     python tests/killed.py 100               kill -9 on four tasks, eager and compiled
     python tests/killed.py --instants 1000   the same on Pendulum-v1 alone, again and again
     python tests/killed.py --signals 50      SIGTERM and SIGINT
+    python tests/killed.py --gpu 20          kill -9 on a GPU, recorded, in TF32 and bfloat16
 
 `tests/test_resume.py` runs smaller versions of the last two.
 """
@@ -185,36 +186,45 @@ def stranger(path):
             raise AssertionError("it was written")
 
 
-def main(kills=100):
-    cases = [
-        (env, {"num_envs": envs, "accelerate": mode})
-        for env in ("Pendulum-v1", "HalfCheetah-v5", "Ant-v5", "Hopper-v5")
-        for envs in (1, 4)
-        for mode in ("eager", "compile")
-    ]
-    each, total = -(-kills // len(cases)), 0
-    for env, knobs in cases:
+def cases(kills, tasks):
+    """Every task killed its share of times, and compared with the same run left alone."""
+    each, total = -(-kills // len(tasks)), 0
+    for env, knobs in tasks:
         with tempfile.TemporaryDirectory() as folder:
             knobs = {**SMALL, "steps": 1500, "checkpoint_every": "100", "eval_every": 500, **knobs}
             start, done, same = time.monotonic(), 0, True
-            whole = t3d.train(env, out=Path(folder) / "whole", **knobs)
+            whole = Path(folder) / "whole"
+            killed_again_and_again(env, whole, 0, 0, **knobs)  # in a process too: a GPU is not for two
             seconds = time.monotonic() - start
             while done < each and same:
                 path = Path(folder) / f"killed {done}"
                 done += killed_again_and_again(env, path, each - done, seconds, **knobs)
-                same = end_of(path) == end_of(whole.path)
+                same = end_of(path) == end_of(whole)
             total += done
-            how = f"{knobs['num_envs']} environments, {knobs['accelerate']}"
-            print(f"{env:<16}{how:<26}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
+            how = ", ".join(f"{name} {knobs[name]}" for name in ("num_envs", "accelerate", "precision") if name in knobs)
+            print(f"{env:<16}{how:<48}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
             assert same
     print(f"{total} kills in all")
 
 
+def everywhere(kills):
+    envs = ("Pendulum-v1", "HalfCheetah-v5", "Ant-v5", "Hopper-v5")
+    modes = [{"num_envs": envs, "accelerate": mode} for envs in (1, 4) for mode in ("eager", "compile")]
+    cases(kills, [(env, mode) for env in envs for mode in modes])
+
+
+def gpu(kills):
+    mode = {"device": "cuda", "accelerate": "graph", "seeds": 2, "hidden": (64, 64), "batch_size": 64, "steps": 6000}
+    precisions = [{**mode, "precision": precision, "checkpoint_every": "500"} for precision in ("tf32", "bf16")]
+    cases(kills, [(env, precision) for env in ("HalfCheetah-v5", "Hopper-v5") for precision in precisions])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    commands = {"--instants": (instants, int), "--signals": (signals, int), "--stranger": (stranger, Path)}
+    commands = {"--instants": (instants, int), "--signals": (signals, int), "--gpu": (gpu, int)}
+    commands["--stranger"] = stranger, Path
     if sys.argv[1] in commands:
         command, kind = commands[sys.argv[1]]
         command(kind(sys.argv[2]))
     else:
-        main(int(sys.argv[1]))
+        everywhere(int(sys.argv[1]))

@@ -115,6 +115,7 @@ def test_storing_is_the_same_in_every_mode(mode, device):
         rows = some_rows(source, 3, source.normal(size=(2, 3, ACTION)))
         verbs.store(rows)
         simple.add(*rows)
+    verbs.flush()
     assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
     assert torch.equal(memory.rows[:, :7].cpu(), simple.rows[:, :7])
 

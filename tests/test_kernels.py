@@ -21,12 +21,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parameters(lead, sizes, bias=0.0):
-    """`bias` added to every bias: with 10 no unit is ever off, and rounding cannot turn one on."""
+    """With a `bias` of 10, and 100 for the second layer, no unit is ever off, and rounding cannot turn one on."""
     torch.manual_seed(0)
     made = {}
     for layer, (fan_in, out) in enumerate(pairwise(sizes), start=1):
         made[f"w{layer}"] = torch.randn(*lead, fan_in, out, device=DEVICE) / fan_in**0.5
-        made[f"b{layer}"] = torch.randn(*lead, 1, out, device=DEVICE) + bias
+        made[f"b{layer}"] = torch.randn(*lead, 1, out, device=DEVICE) + bias**layer
     return made
 
 

@@ -125,7 +125,11 @@ class Mark:
             self._reached = True
 
 
-ON_GPU = {"combo_kernels": True, "deterministic": True}  # one kernel for many tensors; no choice that is left to timing
+ON_GPU = {
+    "combo_kernels": True,  # one for many tensors
+    "deterministic": True,  # no choice that is left to timing
+    "realize_opcount_threshold": 8,  # Adam's factors are computed once, not for each weight
+}
 
 
 class Transfer:
