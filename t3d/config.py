@@ -40,6 +40,8 @@ class Config(Knobs):
     """Transitions the replay memory holds for each seed. [step 1]"""
     hidden: tuple[int, ...] = (256, 256)
     """Sizes of the hidden layers. [steps 2, 3]"""
+    critics: int = 2
+    """Critics, of whose values the smallest counts; 1 is a TD3 without clipped double Q. [steps 3, 8]"""
     updates_per_step: float = 1.0
     """Updates for each environment step."""
     n_step: int = 1
@@ -56,6 +58,8 @@ class Config(Knobs):
     """Environment steps between evaluations; there is one at the start and at the end too."""
     eval_episodes: int = 10
     """Noise-free episodes in an evaluation."""
+    eval_values: Literal["off", "on"] = "off"
+    """Compare the first critic's values in evaluations with the returns that followed."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
     checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"
@@ -89,8 +93,8 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
     "documents": (10_000, {}),
 }
 
-# Below this many updates a run is over before a compiler has paid for itself.
-_UPDATES_WORTH_COMPILING = {"cpu": 50_000, "cuda": 5_000}
+# Below this many updates a run is over before a compiler has paid for itself. A CPU gains something for each seed.
+_UPDATES_WORTH_COMPILING = {"cpu": 25_000, "cuda": 5_000}
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -107,6 +111,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "batch_size": (1, 1_000_000, True),
     "buffer_size": (1, 2**31 - 1, True),
     "hidden": (1, 65_536, True),
+    "critics": (1, 100, True),
     "updates_per_step": (0, 1000, False),
     "n_step": (1, 1000, True),
     "num_envs": (1, 100_000, True),
@@ -184,7 +189,8 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     check_ranges(config)
     if config.accelerate == "auto":
         # A function of the run alone, so that the same run is always the same.
-        long = (steps - random_steps) * config.updates_per_step >= _UPDATES_WORTH_COMPILING[device]
+        updates = (steps - random_steps) * config.updates_per_step * (seeds if device == "cpu" else 1)
+        long = updates >= _UPDATES_WORTH_COMPILING[device]
         config = replace(config, accelerate=("compile" if device == "cpu" else "graph") if long else "eager")
     if config.overlap == "auto":
         config = replace(config, overlap="on" if device == "cuda" and config.update_after == "step" else "off")

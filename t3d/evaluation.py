@@ -1,11 +1,14 @@
-"""Noise-free episodes, on environments of their own, from seeds that stay the same.
+"""Noise-free episodes, on environments of their own, from seeds that stay the same; and statistics over seeds.
 
 Every policy of a run is evaluated in one batch of one shape, (S, episodes, O), during training and ever
 after: products of another shape may round differently, and then a recorded score could not be had again.
+
+Shapes: S seeds, E evaluations, N environments (all episodes of all seeds), T steps.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,15 @@ class Evaluation:
 
     returns: NDArray[np.float64]
     lengths: NDArray[np.int64]
+    values: "Values | None" = None
+
+
+@dataclass(frozen=True)
+class Values:
+    """What the first critic expected, and what came: means over the states of an evaluation, (S,)."""
+
+    expected: NDArray[np.float64]
+    came: NDArray[np.float64]
 
 
 class Evaluator:
@@ -39,24 +51,106 @@ class Evaluator:
         return rng.integer(seed, Purpose.EVALUATION, episode)
 
     @torch.no_grad()
-    def play(self, actor: Parameters, first_episode: int = 0, stop: Callable[[], bool] = lambda: False) -> Evaluation:
-        """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop."""
+    def play(
+        self,
+        actor: Parameters,
+        first_episode: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+        critic: Parameters | None = None,
+        gamma: float = 0.99,
+    ) -> Evaluation:
+        """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop.
+
+        With a critic its values are compared with the returns that followed, discounted by `gamma`.
+        """
         self._first_episode = first_episode
         shape = (len(self.seeds), self.episodes)
         device = actor["w1"].device
         returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
         active = np.ones(self.envs.count, bool)
         obs = self.envs.reset()
+        seen: list[tuple[NDArray[Any], ...]] = []
         while active.any() and not stop():
             batch = torch.from_numpy(obs).reshape(*shape, -1).to(device)
-            action = networks.actor(actor, batch).cpu().numpy()
+            chosen = networks.actor(actor, batch)
+            action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)
             moved = self.envs.step(action.reshape(len(active), -1), active)
+            if critic is not None:
+                q = networks.critic(networks.first(critic), batch, chosen).cpu().numpy().reshape(-1)
+                seen.append((q, moved.reward, moved.terminated, moved.valid))
             returns += moved.reward
             lengths += moved.valid
             active &= ~(moved.terminated | moved.truncated)
             obs = moved.obs
-        return Evaluation(returns.reshape(shape), lengths.reshape(shape))
+        values = (
+            compared([np.array(part) for part in zip(*seen, strict=True)], gamma, len(self.seeds)) if seen else None
+        )
+        return Evaluation(returns.reshape(shape), lengths.reshape(shape), values)
 
     def close(self) -> None:
         self.envs.close()
+
+
+NEGLIGIBLE = 0.01  # of what comes so much later nothing is missed
+
+
+def compared(steps: list[NDArray[Any]], gamma: float, seeds: int) -> Values:
+    """Values and discounted returns over the states whose future was seen: (S,), nan where there is none.
+
+    `steps` are q, reward, terminated and valid, each (T, N). A time limit hides what would have come after it, so what
+    lies shortly before one does not count.
+    """
+    q, reward, terminated, valid = steps
+    came, weight = np.zeros(reward.shape), np.zeros(reward.shape)
+    later, hidden = np.zeros(reward.shape[1]), np.ones(reward.shape[1])  # the share of the future that is not seen
+    for t in reversed(range(len(reward))):
+        later = np.where(valid[t], reward[t] + gamma * np.where(terminated[t], 0, later), later)
+        hidden = np.where(valid[t], gamma * np.where(terminated[t], 0, hidden), hidden)
+        came[t], weight[t] = later, valid[t] & (hidden < NEGLIGIBLE)
+    count = weight.reshape(len(weight), seeds, -1).sum((0, 2))
+    with np.errstate(invalid="ignore"):
+        expected, came = ((x * weight).reshape(len(weight), seeds, -1).sum((0, 2)) / count for x in (q, came))
+    return Values(expected, came)
+
+
+# ------------------------------------------------------------------------------------------- statistics over seeds
+
+
+def best_mean(curves: NDArray[np.float64]) -> tuple[int, float, float]:
+    """Of curves (S, E): the evaluation at which the mean over seeds is highest, that mean, and the deviation there.
+
+    This is what the TD3 paper's Table 1 gives; the deviation is that of the population.
+    """
+    best = int(curves.mean(0).argmax())
+    return best, float(curves[:, best].mean()), float(curves[:, best].std())
+
+
+def last_mean(curves: NDArray[np.float64], count: int = 10) -> NDArray[np.float64]:
+    """(S, E) -> (S,): each seed's mean over its last evaluations."""
+    mean: NDArray[np.float64] = curves[:, -count:].mean(1)
+    return mean
+
+
+def interquartile_mean(scores: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+    """The mean of the middle half: a quarter of the scores is left out at either end, rounded down."""
+    ordered = np.sort(scores, axis)
+    cut = ordered.shape[axis] // 4
+    mean: NDArray[np.float64] = ordered.take(range(cut, ordered.shape[axis] - cut), axis).mean(axis)
+    return mean
+
+
+def interval(
+    groups: Sequence[NDArray[np.float64]],
+    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    samples: int = 10_000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Where `statistic` lies in `level` of the samples: seeds are drawn again from each group by itself, stratified.
+
+    The statistic takes (samples, all that were drawn) and gives (samples,). The same scores give the same interval.
+    """
+    source = np.random.default_rng(0)
+    drawn = [group[source.integers(0, len(group), (samples, len(group)))] for group in groups]
+    low, high = np.quantile(statistic(np.concatenate(drawn, 1)), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

@@ -54,9 +54,11 @@ def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[in
     return {name: tensor[0].clone() for name, tensor in weights.items()}
 
 
-def init_critic(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:
+def init_critic(
+    seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype, twins: int = 2
+) -> Parameters:
     """[step 3] The first weights of two critics. Twins that start equal stay equal, so each has its own."""
-    return init_mlp(seeds, Purpose.CRITIC_WEIGHTS, 2, (obs_dim + action_dim, *hidden, 1), dtype)
+    return init_mlp(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
 
 
 def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype) -> Parameters:

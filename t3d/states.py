@@ -73,7 +73,9 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         raise T3DError(f"the replay memory needs {size:,.1f} GiB and cannot be had: lower --buffer-size.") from error
     return State(
         seeds=list(seeds),
-        agent=init_agent(torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden),
+        agent=init_agent(
+            torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden, twins=config.critics
+        ),
         memory=memory,
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, envs.obs_dim, envs.actions.dim),
         envs=envs,

@@ -78,11 +78,16 @@ class Agent:
 
 
 def init_agent(
-    seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype = torch.float32
+    seeds: Tensor,
+    obs_dim: int,
+    action_dim: int,
+    hidden: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    twins: int = 2,
 ) -> Agent:
     """[steps 2 and 3] θ' = θ and φ' = φ: a target starts as a copy of what it follows."""
     actor = networks.init_actor(seeds, obs_dim, action_dim, hidden, dtype)
-    critic = networks.init_critic(seeds, obs_dim, action_dim, hidden, dtype)
+    critic = networks.init_critic(seeds, obs_dim, action_dim, hidden, dtype, twins)
     return Agent(
         seeds=seeds,
         actor=actor,

@@ -212,7 +212,8 @@ def evaluate(
     state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display, stop: Callable[[], bool]
 ) -> None:
     """Play the fixed episodes with every seed's actor, record them, and keep the best and the last policies."""
-    evaluation = evaluator.play(state.agent.actor, stop=stop)
+    critic = state.agent.critic if config.eval_values == "on" else None
+    evaluation = evaluator.play(state.agent.actor, stop=stop, critic=critic, gamma=config.gamma)
     if stop():
         return  # it is still owed
     rows = []
@@ -221,6 +222,9 @@ def evaluate(
         mean = float(evaluation.returns[k].mean())
         row = {"kind": "evaluation", "step": state.step, "seed": seed, "returns": returns, "lengths": lengths}
         rows.append(row | {"mean": mean})
+        if evaluation.values is not None:
+            for name in ("expected", "came"):
+                rows[-1][name] = _finite(float(getattr(evaluation.values, name)[k]))
         names: list[Which] = ["last"]
         if mean > state.best[k]:
             state.best[k] = mean

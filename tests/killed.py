@@ -201,7 +201,9 @@ def cases(kills, tasks):
                 done += killed_again_and_again(env, path, each - done, seconds, **knobs)
                 same = end_of(path) == end_of(whole)
             total += done
-            how = ", ".join(f"{name} {knobs[name]}" for name in ("num_envs", "accelerate", "precision") if name in knobs)
+            how = ", ".join(
+                f"{name} {knobs[name]}" for name in ("num_envs", "accelerate", "precision") if name in knobs
+            )
             print(f"{env:<16}{how:<48}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
             assert same
     print(f"{total} kills in all")

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "t3d"
 ORDER = [
     "errors", "files", "limits", "rng", "networks", "optim", "replay", "steps", "agent", "documents", "config",
     "kernels", "accelerate", "envs", "policy", "evaluation", "runs", "display", "states", "training", "api",
-    "__init__", "cli", "__main__",
+    "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 
 

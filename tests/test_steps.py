@@ -220,3 +220,17 @@ def test_one_seed_of_many_can_be_updated_by_itself():
     assert whole.updates.tolist() == [0, 4]
     assert changed(before, agents.one_seed(whole, 0)) == set()
     assert torch.equal(whole.critic_adam.count, torch.tensor([0, 4]))
+
+
+def test_one_critic_is_twins_that_are_equal():
+    one = steps.init_agent(torch.tensor([5]), OBS, ACTION, (24, 16), torch.float64, twins=1)
+    two = new_agent((5,))
+    for weights in (two.critic, two.target_critic):
+        for tensor in weights.values():
+            tensor[1] = tensor[0]  # the smaller of two that are equal is the one
+    memory = filled_memory((5,))
+    train(one, memory, 20)
+    train(two, memory, 20)
+    for name, tensor in tensors(one).items():
+        other = tensors(two)[name]
+        torch.testing.assert_close(tensor, other[:1] if tensor.dim() == 4 else other, msg=name)

@@ -267,3 +267,10 @@ def test_with_overlap_updates_are_asked_for_before_the_environments_move(overlap
         done.clear()  # nothing was owed yet
         training.turn(state, config, verbs)
     assert " ".join(done) == order
+
+
+def test_what_is_worth_compiling_goes_by_the_updates_of_all_seeds():
+    def mode(steps, seeds):
+        return settle(Config(steps=steps, device="cpu"), "td3", "Pendulum-v1", seeds).accelerate
+
+    assert mode(10_000, 1) == mode(10_000, 2) == "eager" and mode(10_000, 3) == mode(26_000, 1) == "compile"

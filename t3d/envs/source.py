@@ -24,6 +24,8 @@ from t3d.errors import T3DError, nearest
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 Path = Literal["mujoco.batch", "gymnasium"]
 
+EXTRAS = {"pybullet_envs_gymnasium": "bullet"}  # modules that environments come in, and the extra that brings them
+
 
 @dataclass(frozen=True)
 class Source:
@@ -63,7 +65,8 @@ class Source:
             return make(self.env, self.args)  # type: ignore[no-any-return]
         except ModuleNotFoundError as problem:
             missing = problem.name or self.name.rpartition(":")[0]
-            raise T3DError(f"{self.name}: there is no module {missing} to import.") from problem
+            how = f" It comes with pip install 't3d[{EXTRAS[missing]}]'." if missing in EXTRAS else ""
+            raise T3DError(f"{self.name}: there is no module {missing} to import.{how}") from problem
         except error.DependencyNotInstalled as problem:
             how = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
             raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem

@@ -1,0 +1,137 @@
+"""Training a suite: one run for each task, all seeds in it, and one file with everything it returned."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t3d import api, files
+from t3d.bench.suites import Task
+from t3d.errors import T3DError
+from t3d.runs.folder import Run
+
+RESULTS, RUNS = Path("benchmarks/results/returns"), Path("runs/bench")
+
+
+def train_suite(
+    tasks: Sequence[Task],
+    seeds: int,
+    knobs: dict[str, Any],
+    results: Path,
+    runs: Path,
+    say: Callable[[str], None],
+    progress: bool = True,
+) -> None:
+    """Train what is not trained yet; `knobs` go before the suite's own. What was stopped goes on."""
+    files.make_folder(results)
+    spent = 0.0
+    for task in tasks:
+        path = results / f"{task.name}.json"
+        if path.exists():
+            there = files.read_json(path)
+            seen = f"{len(there['seeds'])} seeds and {there['steps'][-1]:,} steps"
+            say(f"{path} is there already, with {seen}: left alone.")
+        else:
+            run, seconds = _trained(task, seeds, knobs, runs, progress)
+            files.write_bytes(path, _compact(_result(task, run, seconds)).encode())
+            say(f"{task.name}: written to {path}")
+        spent += files.read_json(path)["wall_seconds"]
+    say(f"{len(tasks)} tasks, {spent / 60:.1f} minutes in all.")
+
+
+def _trained(task: Task, seeds: int, knobs: dict[str, Any], runs: Path, progress: bool) -> tuple[Run, float]:
+    """The finished run and the seconds it took, over all the times it was taken up."""
+    folder = runs / task.name
+    clock = Clock(runs / f"{task.name}.clock.json", folder / "metrics.jsonl")
+    modules = [task.env.split(":")[0]] if ":" in task.env else []
+    given = {**task.knobs, **knobs}
+    if (folder / "config.json").exists():
+        _refuse_other(Run.open(folder), seeds, given)
+        run = api.resume(folder, allow_modules=modules, progress=progress)
+    else:
+        given.setdefault("precision", "tf32" if torch.cuda.is_available() and knobs.get("device") != "cpu" else "fp32")
+        run = api.train(task.env, seeds=seeds, out=folder, preset=task.preset, progress=progress, **given)
+    return run, clock.seconds()
+
+
+def _refuse_other(run: Run, seeds: int, given: dict[str, Any]) -> None:
+    """A run that was begun with other settings is not the one that was asked for."""
+    asked = {"seeds": list(range(seeds)), **given}
+    for name, value in asked.items():
+        if value != "auto" and run.config[name] != value:
+            raise T3DError(
+                f"{run.path} was begun with {name} {run.config[name]}, and now it is {value}:"
+                " finish it as it was begun, give another --runs, or remove the folder."
+            )
+
+
+class Clock:
+    """Seconds spent on a run, over all the times it was taken up: each from its start to its last sign of life."""
+
+    def __init__(self, path: Path, sign_of_life: Path) -> None:
+        self._path = path
+        self._turns: list[list[float]] = files.read_json(path)["turns"] if path.exists() else []
+        if self._turns and sign_of_life.exists():
+            self._turns[-1][1] = max(self._turns[-1][0], sign_of_life.stat().st_mtime)
+        now = time.time()
+        self._turns.append([now, now])
+        files.make_folder(path.parent)
+        files.write_json(path, {"turns": self._turns})
+
+    def seconds(self) -> float:
+        self._turns[-1][1] = time.time()
+        return round(sum(end - begin for begin, end in self._turns), 1)
+
+
+def _result(task: Task, run: Run, seconds: float) -> dict[str, Any]:
+    rows = run.evaluations
+    of_seed = {seed: [row for row in rows if row["seed"] == seed] for seed in run.seeds}
+    config = {name: value for name, value in run.config.items() if name not in ("format", "versions", "seeds")}
+    result = {
+        "env": task.env,
+        "suite": task.suite,
+        "variant": task.variant,
+        "preset": task.preset,
+        "config": config,
+        "steps": [row["step"] for row in of_seed[run.seeds[0]]],
+        "seeds": run.seeds,
+        "returns": [[_rounded(row["returns"]) for row in rows] for rows in of_seed.values()],
+        "versions": run.config["versions"],
+        "hardware": this_machine(),
+        "wall_seconds": seconds,
+    }
+    if "expected" in rows[0]:
+        for name in ("expected", "came"):
+            result[name] = [_rounded([row[name] for row in rows]) for rows in of_seed.values()]
+    return result
+
+
+def _rounded(numbers: list[float | None]) -> list[float | None]:
+    """Seven digits are more than a return is worth, and keep the files small."""
+    return [number if number is None else float(f"{number:.7g}") for number in numbers]
+
+
+def this_machine() -> dict[str, Any]:
+    """What this machine is, without its name."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"processor": processor(), "cores": cores, "gpu": gpu}
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _compact(value: dict[str, Any]) -> str:
+    """A line for each field."""
+    lines = (f"{json.dumps(name)}: {json.dumps(part, separators=(',', ':'))}" for name, part in value.items())
+    return "{" + ",\n".join(lines) + "}\n"

@@ -1,0 +1,268 @@
+"""Tables from the raw files of `t3d bench returns`, for the terminal and for the docs."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from t3d import files
+from t3d.bench import figures
+from t3d.bench.suites import ABLATION, LATER, PAPER, SUITES, SuiteName, Version, tasks_of
+from t3d.errors import T3DError
+from t3d.evaluation import best_mean, interquartile_mean, interval, last_mean
+
+Rows = list[tuple[str, ...]]  # the first one is the head
+
+
+@dataclass(frozen=True)
+class Result:
+    """A raw file, read."""
+
+    name: str
+    env: str
+    variant: str
+    steps: list[int]
+    curves: NDArray[np.float64]  # (S, E) the mean of each evaluation's episodes
+    values: tuple[NDArray[np.float64], NDArray[np.float64]] | None  # (S, E) expected, came
+    every: int
+    episodes: int
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    wall_seconds: float
+    digest: str
+
+    @property
+    def task(self) -> str:
+        """HalfCheetah-v5 is HalfCheetah."""
+        return self.env.rsplit("-", 1)[0]
+
+
+def read_results(folder: Path) -> dict[SuiteName, list[Result]]:
+    """All raw files in a folder, by suite, in the suites' order."""
+    found: dict[SuiteName, list[Result]] = {}
+    for suite in SUITES:
+        names = [task.name for version in get_args(Version) for task in tasks_of(suite, version=version)]
+        paths = [folder / f"{name}.json" for name in dict.fromkeys(names)]
+        if results := [read_result(path) for path in paths if path.exists()]:
+            found[suite] = results
+    return found
+
+
+def read_result(path: Path) -> Result:
+    values = files.read_json(path)
+    try:
+        returns = np.array(values["returns"], float)
+        config = values["config"]
+        pair = [np.array(values[name], float) for name in ("expected", "came") if name in values]
+        result = Result(
+            name=path.stem,
+            env=values["env"].split(":")[-1],
+            variant=values["variant"],
+            steps=values["steps"],
+            curves=returns.mean(2),
+            values=(pair[0], pair[1]) if pair else None,
+            every=config["eval_every"],
+            episodes=config["eval_episodes"],
+            hardware=values["hardware"],
+            versions=values["versions"],
+            wall_seconds=values["wall_seconds"],
+            digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise T3DError(f"{path} is not a file of t3d bench returns ({type(error).__name__}: {error}).") from error
+    if result.curves.shape[1] != len(result.steps):
+        raise T3DError(f"{path} has {len(result.steps)} steps and {result.curves.shape[1]} evaluations.")
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def returns_table(results: Sequence[Result]) -> Rows:
+    """Each task once: highest mean, end, last ten, and what the paper has."""
+    with_paper = any(result.task in PAPER and not result.variant for result in results)
+    head = ("task", "seeds", "highest mean ± sd", "at the end", "last ten", "IQM of the last ten, 95 %")
+    rows: Rows = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
+    for result in results:
+        curves = result.curves
+        best, mean, deviation = best_mean(curves)
+        last = last_mean(curves)
+        low, high = interval([last], interquartile_mean)
+        row: tuple[str, ...] = (
+            result.env,
+            str(len(curves)),
+            f"{number(mean)} ± {number(deviation)}",
+            f"{number(curves[:, -1].mean())} ± {number(curves[:, -1].std())}",
+            f"{number(last.mean())} ± {number(last.std())}",
+            f"{number(float(interquartile_mean(last)))} [{number(low)}, {number(high)}]",
+        )
+        if with_paper:
+            row += _beside_paper(result, curves[:, best], mean)
+        rows.append((*row, f"{result.wall_seconds / 60:.1f}"))
+    return rows
+
+
+def _beside_paper(result: Result, scores: NDArray[np.float64], mean: float) -> tuple[str, str, str]:
+    paper, later = PAPER.get(result.task), LATER.get(result.task)
+    if paper is None:
+        return "–", "–", "–"
+    _, high = interval([scores], lambda drawn: drawn.mean(1))
+    if mean >= paper.best - paper.deviation:
+        reached = "yes" if mean >= paper.best else "within one sd"
+    else:
+        reached = "as the later ones" if later is not None and high >= later else "no"
+    return f"{number(paper.best)} ± {number(paper.deviation)}", "–" if later is None else number(later), reached
+
+
+def overall(results: Sequence[Result]) -> str | None:
+    """The interquartile mean over all tasks and seeds, where an untrained policy is 0 and the paper's TD3 is 1."""
+    groups = []
+    for result in results:
+        if result.task in PAPER and not result.variant:
+            untrained = result.curves[:, 0].mean()
+            groups.append((last_mean(result.curves) - untrained) / (PAPER[result.task].last - untrained))
+    if len(groups) < 2:
+        return None
+    low, high = interval(groups, interquartile_mean)
+    middle = float(interquartile_mean(np.concatenate(groups)))
+    return (
+        f"Over all {len(groups)} tasks, last ten evaluations, an untrained policy being 0 and the paper's TD3 being 1:"
+        f" interquartile mean {middle:.2f}, 95 % interval {low:.2f} to {high:.2f}."
+    )
+
+
+def ablation_table(results: Sequence[Result]) -> Rows:
+    """Tasks by variants: the mean of the last ten evaluations with its interval, and the paper's."""
+    envs, variants = (list(dict.fromkeys(of(result) for result in results)) for of in (_env, _variant))
+    rows: Rows = [("task", *(title(variant) for variant in variants))]
+    by = {(result.env, result.variant): result for result in results}
+    for env in envs:
+        cells, papers = [], []
+        for variant in variants:
+            result = by.get((env, variant))
+            if result is None:
+                cells.append("–")
+            else:
+                last = last_mean(result.curves)
+                low, high = interval([last], lambda drawn: drawn.mean(1))
+                cells.append(f"{number(last.mean())} [{number(low)}, {number(high)}]")
+            paper = ABLATION.get(variant, {}).get(env.rsplit("-", 1)[0])
+            papers.append("–" if paper is None else number(paper))
+        rows += [(env, *cells), ("the paper, 1M steps", *papers)]
+    return rows
+
+
+def ordering(results: Sequence[Result]) -> list[str]:
+    """Where the intervals of TD3 and a variant are apart: whether they are in the paper's order."""
+    said = []
+    for env in dict.fromkeys(map(_env, results)):
+        last = {result.variant: last_mean(result.curves) for result in results if result.env == env}
+        whole = last.pop("td3", None)
+        if whole is None:
+            continue
+        low, high = interval([whole], lambda drawn: drawn.mean(1))
+        for variant, scores in last.items():
+            other_low, other_high = interval([scores], lambda drawn: drawn.mean(1))
+            if other_high >= low and other_low <= high:
+                said.append(f"{env}: TD3 and {title(variant)} cannot be told apart.")
+                continue
+            better = low > other_high
+            paper = ABLATION[variant][env.rsplit("-", 1)[0]] < ABLATION["td3"][env.rsplit("-", 1)[0]]
+            said.append(
+                f"{env}: TD3 is {'above' if better else 'below'} {title(variant)},"
+                f" {'as' if better == paper else 'NOT as'} in the paper."
+            )
+    return said
+
+
+def _env(result: Result) -> str:
+    return result.env
+
+
+def _variant(result: Result) -> str:
+    return result.variant
+
+
+def title(variant: str) -> str:
+    return {"td3": "TD3", "ddpg": "DDPG"}.get(variant, variant.replace("-", " "))
+
+
+def number(x: float) -> str:
+    """Four digits, as tables have them."""
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
+
+
+# -------------------------------------------------------------------------------------------- terminal and docs
+
+
+def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Rows, list[str]]]:
+    """For each suite: its title, its table, and sentences below."""
+    parts = []
+    for suite, found in results.items():
+        rows = ablation_table(found) if suite == "ablation" else returns_table(found)
+        below = ordering(found) if suite == "ablation" else [s for s in (overall(found),) if s]
+        parts.append((f"{suite}: {SUITES[suite].about}", rows, [*below, *_conditions(found)]))
+    return parts
+
+
+def _conditions(results: Sequence[Result]) -> list[str]:
+    """How it was evaluated and where it was trained."""
+    by_every: dict[tuple[int, int, int], list[str]] = {}
+    for result in results:
+        key = result.steps[-1], result.every, result.episodes
+        by_every.setdefault(key, []).append(f"{result.env}{' ' + title(result.variant) if result.variant else ''}")
+    sentences = []
+    for (steps, every, episodes), names in by_every.items():
+        which = "" if len(by_every) == 1 else f" ({', '.join(names)})"
+        sentences.append(f"{steps:,} steps, {episodes} noise-free episodes every {every:,}{which}.")
+    places: dict[str, None] = {}
+    for result in results:
+        gpu, cores = result.hardware["gpu"], f"{result.hardware['cores']} cores of {result.hardware['processor']}"
+        software = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "t3d")
+        places[f"{gpu + ', ' if gpu else ''}{cores}; {software}."] = None
+    total = sum(result.wall_seconds for result in results)
+    return [*sentences, *places, f"{total / 60:.0f} minutes in all, evaluations included."]
+
+
+def write_docs(results: dict[SuiteName, list[Result]], page: Path) -> list[Path]:
+    """Put the tables between their marks in a page, and the figures into the folder `figures` beside it."""
+    text = files.read_text(page)
+    files.make_folder(page.parent / "figures")
+    written = [page]
+    for suite in SUITES:
+        found = results.get(suite, [])
+        for name, figure in figures.of_suite(suite, found).items():
+            digest = source_of(found)
+            written.append(figures.save(figure, page.parent / "figures" / f"{name}.png", digest))
+        text = replaced(text, suite, section(suite, found), page)
+    files.write_bytes(page, text.encode())
+    return written
+
+
+def source_of(results: Sequence[Result]) -> str:
+    """What a figure was made from, written into it."""
+    return hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest()
+
+
+def replaced(text: str, suite: str, new: str, page: Path) -> str:
+    """The text with what stands between a suite's marks replaced."""
+    pattern = re.compile(rf"(<!-- {suite} -->\n).*?(<!-- /{suite} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise T3DError(f"{page} has no place for the suite {suite}: <!-- {suite} --> and <!-- /{suite} -->.")
+    return pattern.sub(lambda marks: f"{marks[1]}{new}{marks[2]}", text)
+
+
+def section(suite: SuiteName, results: list[Result]) -> str:
+    """A suite's part of the page, in Markdown."""
+    if not results:
+        return f"Not trained yet: `t3d bench returns --suite {suite}`.\n"
+    ((_, rows, below),) = show({suite: results})
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    pictures = [f"![{name}](figures/{name}.png)" for name in figures.of_suite(suite, results)]
+    return "\n".join([*lines, "", *(f"{sentence}  " for sentence in below), "", *pictures, ""])
