@@ -16,7 +16,7 @@ from torch import Tensor
 from t3d import networks, rng
 from t3d.errors import T3DError
 from t3d.optim import AdamState
-from t3d.replay import Replay
+from t3d.replay import Lens, Replay, seen_through
 from t3d.rng import Purpose
 from t3d.steps import Agent, Knobs, Metrics, learn
 
@@ -27,9 +27,9 @@ def random_action(seeds: Tensor, step: int, envs: int, action_dim: int, dtype: t
 
 
 @torch.no_grad()
-def explore(agent: Agent, obs: Tensor, step: Tensor | int, noise: float) -> Tensor:
+def explore(agent: Agent, obs: Tensor, step: Tensor | int, noise: float, lens: Lens | None = None) -> Tensor:
     """clamp(π(s) + noise · ε, ±1), for each environment and dimension its own ε: (S, N, A)."""
-    action = networks.actor(agent.actor, obs)
+    action = networks.actor(agent.actor, seen_through(lens, obs))
     epsilon = rng.normal(agent.seeds, Purpose.EXPLORATION, step, action.shape[1:], action.dtype)
     return (action + noise * epsilon).clamp(-1, 1)
 
@@ -84,7 +84,7 @@ def tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     elif isinstance(value, Replay):
-        value = {"rows": value.rows, "length": value.length}
+        value = value.tensors()
     dot = f"{prefix}." if prefix else ""
     return {k: t for name, part in value.items() for k, t in tensors(part, dot + name).items()}
 
@@ -95,7 +95,7 @@ def with_tensors(value: Any, given: dict[str, Tensor], prefix: str = "") -> Any:
         return given[prefix]
     dot = f"{prefix}." if prefix else ""
     if isinstance(value, Replay):
-        return value.with_tensors(given[dot + "rows"], given[dot + "length"])
+        return value.with_tensors({name: given[dot + name] for name in value.tensors()})
     if isinstance(value, dict):
         return {name: with_tensors(part, given, dot + name) for name, part in value.items()}
     parts = {field.name: with_tensors(getattr(value, field.name), given, dot + field.name) for field in fields(value)}

@@ -33,6 +33,7 @@ from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.policy import Policy
+from t3d.replay import Lens
 from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
 
 
@@ -401,6 +402,9 @@ def played(
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
     device = "cuda" if knobs.device == "cuda" and torch.cuda.is_available() else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
+    lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
+    known = [lens for lens in lenses if lens is not None]
+    lens = Lens(*(torch.cat(parts).to(device) for parts in zip(*known, strict=True))) if known else None
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
     with (
         hardware(knobs.threads, knobs.precision),
@@ -412,7 +416,7 @@ def played(
         ):
             raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, knobs.eval_episodes):
-            evaluation = evaluator.play(actor, first)
+            evaluation = evaluator.play(actor, first, lens=lens)
             for k, seed in enumerate(run.seeds):
                 if seed in policies:
                     returns[seed] += evaluation.returns[k].tolist()

@@ -52,6 +52,10 @@ class Config(Knobs):
     """Processes to step the environments in; 0 is this one. A process that dies or hangs is replaced."""
     stall_seconds: float = 60.0
     """How long a worker process may take for a step before it counts as hung."""
+    normalize_obs: Literal["off", "on"] = "off"
+    """Shift and scale observations by each seed's running mean and deviation before the networks see them."""
+    reward_scale: float = 1.0
+    """Factor on rewards when they are learned from; what is recorded stays as it is."""
     update_after: Literal["step", "episode"] = "step"
     """Update after each step once the random steps are over, or N times after an episode of N steps."""
     eval_every: int = 5_000
@@ -115,6 +119,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "updates_per_step": (0, 1000, False),
     "n_step": (1, 1000, True),
     "num_envs": (1, 100_000, True),
+    "reward_scale": (0, 1e6, False),
     "workers": (0, 1024, True),
     "stall_seconds": (0, 1e6, False),
     "eval_every": (1, 1e12, True),

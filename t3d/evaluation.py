@@ -18,6 +18,7 @@ from t3d import networks, rng
 from t3d.agent import refuse_divergence
 from t3d.envs import Source
 from t3d.networks import Parameters
+from t3d.replay import Lens, seen_through
 from t3d.rng import Purpose
 
 
@@ -58,6 +59,7 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         critic: Parameters | None = None,
         gamma: float = 0.99,
+        lens: Lens | None = None,
     ) -> Evaluation:
         """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop.
 
@@ -71,7 +73,7 @@ class Evaluator:
         obs = self.envs.reset()
         seen: list[tuple[NDArray[Any], ...]] = []
         while active.any() and not stop():
-            batch = torch.from_numpy(obs).reshape(*shape, -1).to(device)
+            batch = seen_through(lens, torch.from_numpy(obs).reshape(*shape, -1).to(device))
             chosen = networks.actor(actor, batch)
             action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)

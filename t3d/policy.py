@@ -1,7 +1,8 @@
 """A trained policy: called with an observation, it gives an action in the environment's own units.
 
 On the disk it is a safetensors file with the actor's layers in the layout and under the names of the
-documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says what they are for.
+documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says what they are for. Where observations were
+normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from t3d import files, networks
 from t3d.envs import ActionRange
 from t3d.errors import T3DError
 from t3d.networks import Parameters
+from t3d.replay import Lens, seen_through
 
 FORMAT = 1
 
@@ -43,9 +45,10 @@ class Card:
 class Policy:
     """`policy(obs)` -> the noise-free action for one observation, or for a batch of them."""
 
-    def __init__(self, parameters: Parameters, card: Card) -> None:
+    def __init__(self, parameters: Parameters, card: Card, lens: Lens | None = None) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
         self.card = card
+        self.lens = lens  # if observations were normalised: (1, 1, O)
         self.actions = ActionRange(
             np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
         )
@@ -66,12 +69,15 @@ class Policy:
                 f"this policy takes one observation of shape {shape}, or a batch of them; this has {array.shape}."
             )
         rows = torch.from_numpy(np.ascontiguousarray(array.reshape(1, -1, prod(shape))))
-        actions = self.actions.to_env(networks.actor(self.parameters, rows)[0].numpy())
+        actions = self.actions.to_env(networks.actor(self.parameters, seen_through(self.lens, rows))[0].numpy())
         return actions[0] if array.shape == shape else actions
 
     def save(self, path: Path) -> None:
         """Write `path` (.safetensors) and the JSON beside it, which knows the weights by their SHA-256."""
-        files.write_tensors(path, to_layers(self.parameters))
+        lens = (
+            {} if self.lens is None else {f"obs.{name}": part.flatten() for name, part in self.lens._asdict().items()}
+        )
+        files.write_tensors(path, {**to_layers(self.parameters), **lens})
         files.write_json(path.with_suffix(".json"), {**asdict(self.card), "sha256": files.sha256(path)})
 
 
@@ -88,12 +94,25 @@ def read_policy(path: Path) -> Policy:
         card = Card(**values)
         _check_card(card)
         sizes = [prod(card.obs_shape), *card.hidden, int(np.size(card.action_low))]
-        policy = Policy(_from_layers(layers, sizes), card)
+        network = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
+        policy = Policy(_from_layers(network, sizes), card, _lens_of(layers, sizes[0]))
     except (KeyError, TypeError, ValueError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
         raise T3DError(f"{path} holds weights that are not finite numbers.")
     return policy
+
+
+def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
+    """The shift and the scale of observations, where there are both."""
+    parts = {name: tensor for name, tensor in layers.items() if name.startswith("obs.")}
+    if not parts:
+        return None
+    if set(parts) != {"obs.shift", "obs.scale"}:
+        raise ValueError(f"{', '.join(parts)} instead of obs.shift and obs.scale")
+    if any(part.shape != (obs_dim,) or part.dtype != torch.float32 for part in parts.values()):
+        raise ValueError(f"obs.shift and obs.scale are not {obs_dim} numbers in float32")
+    return Lens(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
 
 
 def _check_card(card: Card) -> None:

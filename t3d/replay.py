@@ -49,8 +49,11 @@ class Replay:
         action_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        normalize: bool = False,
+        reward_scale: float = 1.0,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self.reward_scale = capacity, reward_scale
+        self.statistics = Statistics.of(seeds, obs_dim, device) if normalize else None
         self.obs_dim, self.action_dim = obs_dim, action_dim
         # One row more than the capacity: rows that are no transition are written there and never read.
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
@@ -79,10 +82,12 @@ class Replay:
         dtype = np.float32 if self.rows.dtype == torch.float32 else float
         new = np.empty((*rows.valid.shape, self.rows.shape[-1]), dtype)
         where = self.lay_out(new, rows)
+        there = torch.from_numpy(new).to(self.rows.device), torch.from_numpy(where).to(self.rows.device)
         if self.rows.device.type == "cpu":
             self.rows.numpy().reshape(-1, new.shape[-1])[where] = new
+            self.note(*there)
         else:
-            self.write(torch.from_numpy(new).to(self.rows.device), torch.from_numpy(where).to(self.rows.device))
+            self.write(*there)
         self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
 
     def lay_out(self, into: NDArray[Any], rows: "Rows") -> NDArray[np.int64]:
@@ -104,6 +109,17 @@ class Replay:
     def write(self, new: Tensor, where: Tensor) -> None:
         """Rows that were laid out (S, N, width), on the device, into their places (S, N)."""
         self.rows.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
+        self.note(new, where)
+
+    def note(self, new: Tensor, where: Tensor) -> None:
+        """Count the observations of rows that are stored."""
+        if self.statistics is not None:
+            places = self.rows.shape[1]
+            self.statistics.add(new[..., : self.obs_dim], where % places != self.capacity)
+
+    def lens(self) -> "Lens | None":
+        """What stands between an observation and the networks now, if anything does."""
+        return None if self.statistics is None else self.statistics.lens()
 
     def sample(self, bits: Tensor, gamma: float) -> Batch:
         """[step 4] A batch drawn evenly from what is stored; `bits` are 32 random bits for each row, (S, B)."""
@@ -114,7 +130,9 @@ class Replay:
         sizes = [self.obs_dim, self.action_dim, self.obs_dim, 1, 1, 1]
         obs, action, next_obs, reward, terminated, span = torch.split(rows.view(*index.shape, -1), sizes, -1)
         discount = gamma ** span.squeeze(-1)
-        return Batch(obs, action, reward.squeeze(-1), next_obs, terminated.squeeze(-1), discount)
+        obs, next_obs = seen_through(self.lens(), obs), seen_through(self.lens(), next_obs)
+        reward = reward.squeeze(-1) if self.reward_scale == 1 else self.reward_scale * reward.squeeze(-1)
+        return Batch(obs, action, reward, next_obs, terminated.squeeze(-1), discount)
 
     def since(self, first: NDArray[np.int64]) -> list[Tensor]:
         """Copies of each seed's rows from the `first`-th (S,) on, in the order they were stored, on the device."""
@@ -135,15 +153,68 @@ class Replay:
 
     def seed(self, k: int) -> "Replay":
         """The memory of seed `k` alone; it shares its storage with this one."""
-        view = self.with_tensors(self.rows[k : k + 1], self.length[k : k + 1])
+        view = self.with_tensors({name: tensor[k : k + 1] for name, tensor in self.tensors().items()})
         view.stored, view.first = self.stored[k : k + 1], self.first[:1]
         return view
 
-    def with_tensors(self, rows: Tensor, length: Tensor) -> "Replay":
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is on the device, by name."""
+        return {"rows": self.rows, "length": self.length, **(vars(self.statistics) if self.statistics else {})}
+
+    def with_tensors(self, given: dict[str, Tensor]) -> "Replay":
         """The same memory with other tensors in it."""
         other = copy(self)
-        other.rows, other.length = rows, length
+        other.rows, other.length = given["rows"], given["length"]
+        if self.statistics is not None:
+            other.statistics = Statistics(**{name: given[name] for name in vars(self.statistics)})
         return other
+
+
+@dataclass
+class Statistics:
+    """Each seed's observations so far: how many (S, 1), their mean and their squared distances from it (S, O)."""
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def of(seeds: int, obs_dim: int, device: torch.device | str) -> "Statistics":
+        # In float64: a million squares added up in float32 are off by a per cent.
+        shapes = ((seeds, 1), (seeds, obs_dim), (seeds, obs_dim))
+        return Statistics(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+
+    def add(self, obs: Tensor, valid: Tensor) -> None:
+        """Count those that are `valid` (S, N) of the observations (S, N, O)."""
+        weight = valid.double()[..., None]
+        new = weight.sum(1)  # (S, 1)
+        mean = (obs * weight).sum(1) / new.clamp(min=1)
+        squares = ((obs - mean[:, None]) ** 2 * weight).sum(1)
+        share = new / (self.count + new).clamp(min=1)
+        apart = mean - self.mean
+        self.squares.add_(squares + apart**2 * self.count * share)
+        self.mean.add_(apart * share)
+        self.count.add_(new)
+
+    def lens(self) -> "Lens":
+        """To mean 0 and deviation 1; as it is until there are two."""
+        deviation = (self.squares / self.count.clamp(min=1) + 1e-8).sqrt()
+        enough = self.count > 1
+        shift = torch.where(enough, self.mean, 0.0)
+        scale = torch.where(enough, 1 / deviation, 1.0)
+        return Lens(shift.float()[:, None], scale.float()[:, None])
+
+
+class Lens(NamedTuple):
+    """(S, 1, O) what is taken from an observation, and what the rest is multiplied with."""
+
+    shift: Tensor
+    scale: Tensor
+
+
+def seen_through(lens: Lens | None, obs: Tensor) -> Tensor:
+    """Observations (S, B, O) as the networks see them: within ±10, so that what was never seen stays within reason."""
+    return obs if lens is None else ((obs - lens.shift) * lens.scale).clamp(-10, 10).to(obs.dtype)
 
 
 class Rows(NamedTuple):

@@ -63,7 +63,10 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     capacity = max(min(config.buffer_size, config.steps), per_seed * config.n_step)  # at least what a step can bring
     try:
         refuse_oversize(capacity, row_width(envs.obs_dim, envs.actions.dim) * 4, count, device)
-        memory = Replay(count, capacity, envs.obs_dim, envs.actions.dim, device=device)
+        memory = Replay(
+            count, capacity, envs.obs_dim, envs.actions.dim, device=device,
+            normalize=config.normalize_obs == "on", reward_scale=config.reward_scale,
+        )  # fmt: skip
     except T3DError:
         envs.close()
         raise
@@ -98,7 +101,9 @@ def saved(state: State) -> dict[str, Tensor]:
     Arrays share their memory with the state, so what is copied into them is in the state.
     """
     parts = {field.name: getattr(state, field.name) for field in fields(state)}
-    parts |= {"memory": {"stored": state.memory.stored}, "envs": {"episodes": np.array(state.envs.episodes)}}
+    counted = {name: t for name, t in state.memory.tensors().items() if name not in ("rows", "length")}
+    parts["memory"] = {"stored": state.memory.stored, **counted}
+    parts["envs"] = {"episodes": np.array(state.envs.episodes)}
     parts["steps_under_way"] = {
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }

@@ -213,7 +213,8 @@ def evaluate(
 ) -> None:
     """Play the fixed episodes with every seed's actor, record them, and keep the best and the last policies."""
     critic = state.agent.critic if config.eval_values == "on" else None
-    evaluation = evaluator.play(state.agent.actor, stop=stop, critic=critic, gamma=config.gamma)
+    lens = state.memory.lens()
+    evaluation = evaluator.play(state.agent.actor, stop=stop, critic=critic, gamma=config.gamma, lens=lens)
     if stop():
         return  # it is still owed
     rows = []
@@ -223,8 +224,8 @@ def evaluate(
         row = {"kind": "evaluation", "step": state.step, "seed": seed, "returns": returns, "lengths": lengths}
         rows.append(row | {"mean": mean})
         if evaluation.values is not None:
-            for name in ("expected", "came"):
-                rows[-1][name] = _finite(float(getattr(evaluation.values, name)[k]))
+            rows[-1]["expected"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
+            rows[-1]["came"] = _finite(float(evaluation.values.came[k]))
         names: list[Which] = ["last"]
         if mean > state.best[k]:
             state.best[k] = mean
@@ -252,7 +253,8 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
         action_dtype=str(actions.low.dtype),
         hidden=list(config.hidden),
     )
-    return Policy(agents.one_seed(state.agent, k).actor, card)
+    lens = state.memory.seed(k).lens()
+    return Policy(agents.one_seed(state.agent, k).actor, card, lens)
 
 
 def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:

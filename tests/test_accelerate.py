@@ -21,7 +21,7 @@ from t3d.accelerate import CannotCompile, accelerate
 from t3d.accelerate.recording import first_that_works
 from t3d.agent import one_seed, tensors
 from t3d.config import Config, settle
-from t3d.replay import Replay, Rows
+from t3d.replay import Lens, Replay, Rows
 from t3d.steps import init_agent
 
 OBS, ACTION, BATCH, HIDDEN, SEEDS = 5, 2, 32, (24, 16), [7, 3]
@@ -38,9 +38,9 @@ MODES = pytest.mark.parametrize(
 )
 
 
-def filled_memory(device="cpu"):
+def filled_memory(device="cpu", normalize=False):
     source = np.random.default_rng(0)
-    memory = Replay(len(SEEDS), 200, OBS, ACTION, device=device)
+    memory = Replay(len(SEEDS), 200, OBS, ACTION, device=device, normalize=normalize)
     shape = (len(SEEDS), 150)
     obs, next_obs = source.normal(size=(2, *shape, OBS))
     action, reward = source.uniform(-1, 1, (*shape, ACTION)), source.normal(size=shape)
@@ -69,7 +69,8 @@ def oracle_of(agent):
 @pytest.mark.parametrize("update_after", ["step", "episode"])
 @MODES
 def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
-    agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device)
+    agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN)
+    memory = filled_memory(device, normalize=update_after == "step")
     config = replace(CONFIG, accelerate=mode, device=device, update_after=update_after)
     verbs, sums = verbs_of(agent, memory, config)
     before = {name: tensor.clone() for name, tensor in tensors(agent).items()}
@@ -93,14 +94,14 @@ def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
 
 @MODES
 def test_exploring_is_the_same_in_every_mode(mode, device):
-    agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device)
+    agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device, True)
     verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
-    agent = on_cpu(agent)
+    agent, lens = on_cpu(agent), Lens(*(part.cpu() for part in memory.lens()))
     obs = np.random.default_rng(1).normal(size=(len(SEEDS), 3, OBS)).astype(np.float32)
     first, second = verbs.explore(obs, 4)(), verbs.explore(2 * obs, 5)()
     assert first.dtype == np.float32 and first.shape == (len(SEEDS), 3, ACTION)
-    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1), atol=1e-5)
-    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1), atol=1e-5)
+    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1, lens), atol=1e-5)
+    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1, lens), atol=1e-5)
 
 
 @MODES
@@ -142,7 +143,7 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
     ends = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, accelerate=mode, n_step=2)
-        agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory()
+        agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory(normalize=True)
         verbs, sums = verbs_of(agent, memory, config)
         assert memory.length.tolist() == [150, 150] and not agent.updates.any()  # getting ready changes none
         source = np.random.default_rng(5)
@@ -155,7 +156,7 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
                 verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
         verbs.flush()
         rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
-        ends[mode] = {**tensors(agent), **sums, "length": memory.length, "rows": rows}
+        ends[mode] = {**tensors(agent), **sums, **memory.tensors(), "rows": rows}
     for name, tensor in ends["eager"].items():
         torch.testing.assert_close(ends["graph"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 

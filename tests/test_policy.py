@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripted import Probe
 
 import t3d
-from t3d import Actor, T3DError, networks, rng
+from t3d import Actor, T3DError, files, networks, rng
 from t3d.cli import main
 from t3d.envs import open_source
 from t3d.evaluation import Evaluator
@@ -222,3 +222,22 @@ def test_a_card_that_does_not_fit_is_a_sentence(run, tmp_path, field, value):
     (tmp_path / "p.json").write_text(json.dumps({**card, field: value}))
     with pytest.raises(T3DError, match="does not describe"):
         t3d.load(tmp_path / "p.safetensors")
+
+
+def test_a_policy_brings_its_normalisation_with_it(tmp_path, capsys):
+    run = t3d.train("Pendulum-v1", seeds=2, out=tmp_path / "run", normalize_obs="on", **KNOBS)
+    policy = t3d.load(run, seed=1, which="last")
+    obs = np.array([0.5, -0.5, 6.0], np.float32)
+    shift, scale = (part.numpy().reshape(-1) for part in policy.lens)
+    assert scale[2] < 0.5  # velocities are large
+    seen = torch.tensor(((obs - shift) * scale).clip(-10, 10))[None, None]
+    np.testing.assert_allclose(policy(obs), 2 * networks.actor(policy.parameters, seen)[0, 0], rtol=1e-5)
+    main(["evaluate", str(run.path), "--policy", "last"])
+    assert capsys.readouterr().out.count("yes") == 2  # as recorded: the statistics were frozen, and are the same
+    layers = load_file(run.policy_path(1, "last"))
+    path = tmp_path / "p.safetensors"
+    save_file({name: tensor for name, tensor in layers.items() if name != "obs.scale"}, path)
+    card = json.loads(run.policy_path(1, "last").with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps({**card, "sha256": files.sha256(path)}))
+    with pytest.raises(T3DError, match=r"instead of obs\.shift and obs\.scale"):
+        t3d.load(path)

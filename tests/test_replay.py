@@ -158,3 +158,39 @@ def test_environments_are_apart():
     second = nstep.add(ids[..., None] + 10, ids[..., None], ids, ids[..., None], no, no, yes)
     assert second.valid[:, :2].tolist() == [[True, False], [True, True]]  # the full rows come first
     assert second.obs[second.valid][:, 0].tolist() == [0, 2, 3] and second.reward[second.valid].tolist() == [0, 4, 6]
+
+
+# ------------------------------------------------------------------------------------------------ normalisation
+
+
+def test_observations_are_normalised_by_each_seeds_own_mean_and_deviation():
+    source = np.random.default_rng(0)
+    obs = source.normal(size=(2, 60, 3)) * [1, 100, 1e-3] + np.array([[[5, -1e4, 0]], [[0, 7, 3]]])
+    valid = source.random((2, 60)) < 0.7
+    memory = Replay(2, 40, 3, 1, torch.float64, normalize=True)
+    for t in range(0, 60, 3):  # three at a time; the ring forgets, the statistics do not
+        part = slice(t, t + 3)
+        zeros = np.zeros((2, 3))
+        memory.add(obs[:, part], zeros[..., None], zeros, obs[:, part] + 1, zeros, zeros + 1, valid[:, part])
+    for k in range(2):
+        counted = obs[k][valid[k]]
+        assert memory.statistics.count[k] == len(counted)
+        np.testing.assert_allclose(memory.statistics.mean[k], counted.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(memory.statistics.squares[k] / len(counted), counted.var(0), rtol=1e-9)
+    batch = everything(memory.seed(1))
+    raw, counted = memory.rows[1, : memory.length[1], :3].numpy(), obs[1][valid[1]]
+    deviation = np.sqrt(counted.var(0) + 1e-8)
+    np.testing.assert_allclose(batch.obs[0], (raw - counted.mean(0)) / deviation, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(batch.next_obs[0][:, 2], 10)  # 1 is far away where the deviation is a thousandth
+
+
+def test_nothing_is_normalised_by_a_single_observation():
+    memory = Replay(1, 10, 2, 1, normalize=True)
+    put(memory, [[3]])
+    assert everything(memory).obs.tolist() == [[[3, -3]]]
+
+
+def test_rewards_are_scaled_when_they_are_read():
+    memory = Replay(1, 10, 2, 1, reward_scale=0.01)
+    put(memory, [[3]])
+    assert everything(memory).reward.tolist() == [[3]] and memory.rows[0, 0, -3] == 300

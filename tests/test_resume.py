@@ -80,6 +80,7 @@ CASES = {
     "whole episodes": {"update_after": "episode"},
     "half an update a step": {"updates_per_step": 0.5, "buffer_size": 100},
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
+    "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
 }
 
 
@@ -148,14 +149,14 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
 
 
 def names_of_state():
-    state, _ = begin("Pendulum-v1", (3,), n_step=3)
+    state, _ = begin("Pendulum-v1", (3,), n_step=3, normalize_obs="on")
     state.envs.close()
     return sorted(states.saved(state))
 
 
 @pytest.mark.parametrize("name", names_of_state())
 def test_every_number_of_the_state_is_needed(name, tmp_path):
-    knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5}
+    knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
     if name == "earned":
         knobs["update_after"] = "episode"  # otherwise it follows from the step
     whole = play(tmp_path / "whole", "Pendulum-v1", (3,), (), **knobs)

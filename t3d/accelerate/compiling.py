@@ -17,7 +17,7 @@ from t3d import agent as agents
 from t3d import networks
 from t3d.accelerate.verbs import CannotCompile, Floats, Learner, add_up, products
 from t3d.config import Config
-from t3d.replay import Batch
+from t3d.replay import Batch, Replay
 from t3d.steps import Agent, learn
 
 
@@ -31,6 +31,7 @@ class Compiled:
         shape = (len(whole.agent.seeds), config.num_envs)
         self._play = Player(
             whole.agent,
+            whole.memory,
             obs=torch.zeros(*shape, whole.memory.obs_dim, device=device),
             step=torch.zeros((), dtype=torch.int64, device=device),
             action=torch.zeros(*shape, dim, device=device),
@@ -74,12 +75,13 @@ class Player:
     """Every tensor that acting reads and writes."""
 
     agent: Agent
+    memory: Replay
     obs: Tensor
     step: Tensor
     action: Tensor
 
     def play(self, noise: float) -> None:
-        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise))
+        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise, self.memory.lens()))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Recorded:
         self._out = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
         self._in.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
         there = self._in.there
-        player = Player(agent, there["obs"], there["step"], self._out.there["action"])
+        player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
         def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
             with _networks_of(perceptron("fp32" if config.precision == "bf16" else config.precision)):
@@ -164,7 +164,8 @@ def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 @contextmanager
 def _undone(to: Learner) -> Iterator[None]:
     """Whatever happens to an agent and its metrics inside is as it was afterwards."""
-    tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "length": to.memory.length})
+    memory = {name: tensor for name, tensor in to.memory.tensors().items() if name != "rows"}
+    tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "memory": memory})
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
         yield

@@ -85,7 +85,7 @@ class Eager:
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         agent = self.whole.agent
         here = torch.from_numpy(obs).to(agent.seeds.device)
-        action = agents.explore(agent, here, step, self.config.exploration_noise)
+        action = agents.explore(agent, here, step, self.config.exploration_noise, self.whole.memory.lens())
         return lambda: np.asarray(action.cpu().numpy())
 
     def update(self, k: int, delayed: bool) -> None:
