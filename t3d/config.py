@@ -42,6 +42,8 @@ class Config(Knobs):
     """Sizes of the hidden layers. [steps 2, 3]"""
     critics: int = 2
     """Critics, of whose values the smallest counts; 1 is a TD3 without clipped double Q. [steps 3, 8]"""
+    critic_norm: Literal["none", "layer"] = "none"
+    """Normalise the critics' hidden layers (LayerNorm), which steadies high learning and update rates. [step 3]"""
     updates_per_step: float = 1.0
     """Updates for each environment step."""
     n_step: int = 1

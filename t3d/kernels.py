@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from t3d import networks
 from t3d.networks import Parameters
 
 WIDEST = 512  # of the layers: a row of them stays in registers
@@ -32,6 +33,8 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
     """What stands for `networks.mlp`; matrix products are in `precision`, but the last layer's never in bfloat16."""
 
     def apply(parameters: Parameters, x: Tensor) -> Tensor:
+        if "gain1" in parameters:
+            return networks.mlp(parameters, x)
         weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]
         if x.requires_grad or any(w.requires_grad for w in weights):
             out: Tensor = _Perceptron.apply(precision, x, *weights)[0]

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from t3d.rng import Purpose, uniform
 
@@ -35,10 +36,14 @@ def first(parameters: Parameters) -> Parameters:
 
 
 def mlp(parameters: Parameters, x: Tensor) -> Tensor:
-    """Linear layers with ReLU between them."""
-    last = len(parameters) // 2
+    """Linear layers with ReLU between them; where a layer has gains it is normalised before that."""
+    last = sum(name.startswith("w") for name in parameters)
     for layer in range(1, last):
-        x = torch.relu(x @ parameters[f"w{layer}"] + parameters[f"b{layer}"])
+        x = x @ parameters[f"w{layer}"] + parameters[f"b{layer}"]
+        if f"gain{layer}" in parameters:
+            x = layer_norm(x.to(parameters[f"w{layer}"].dtype), x.shape[-1:])
+            x = x * parameters[f"gain{layer}"] + parameters[f"shift{layer}"]
+        x = torch.relu(x)
     # Where products are in bfloat16 the last one is not: it would round a value to one part in 256.
     with torch.autocast(x.device.type, enabled=False):
         return x @ parameters[f"w{last}"] + parameters[f"b{last}"]
@@ -55,10 +60,23 @@ def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[in
 
 
 def init_critic(
-    seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype, twins: int = 2
+    seeds: Tensor,
+    obs_dim: int,
+    action_dim: int,
+    hidden: Sequence[int],
+    dtype: torch.dtype,
+    twins: int = 2,
+    normalized: bool = False,
 ) -> Parameters:
-    """[step 3] The first weights of two critics. Twins that start equal stay equal, so each has its own."""
-    return init_mlp(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
+    """[step 3] The first weights of two critics. Twins that start equal stay equal, so each has its own.
+
+    With `normalized`, hidden layers have gains of one and shifts of zero too.
+    """
+    parameters = init_mlp(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
+    for layer in range(1, len(hidden) + 1) if normalized else ():
+        parameters[f"gain{layer}"] = torch.ones_like(parameters[f"b{layer}"])
+        parameters[f"shift{layer}"] = torch.zeros_like(parameters[f"b{layer}"])
+    return parameters
 
 
 def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype) -> Parameters:

@@ -77,7 +77,12 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
     return State(
         seeds=list(seeds),
         agent=init_agent(
-            torch.tensor(seeds, device=device), envs.obs_dim, envs.actions.dim, config.hidden, twins=config.critics
+            torch.tensor(seeds, device=device),
+            envs.obs_dim,
+            envs.actions.dim,
+            config.hidden,
+            twins=config.critics,
+            normalized=config.critic_norm == "layer",
         ),
         memory=memory,
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, envs.obs_dim, envs.actions.dim),

@@ -84,10 +84,11 @@ def init_agent(
     hidden: Sequence[int],
     dtype: torch.dtype = torch.float32,
     twins: int = 2,
+    normalized: bool = False,
 ) -> Agent:
     """[steps 2 and 3] θ' = θ and φ' = φ: a target starts as a copy of what it follows."""
     actor = networks.init_actor(seeds, obs_dim, action_dim, hidden, dtype)
-    critic = networks.init_critic(seeds, obs_dim, action_dim, hidden, dtype, twins)
+    critic = networks.init_critic(seeds, obs_dim, action_dim, hidden, dtype, twins, normalized)
     return Agent(
         seeds=seeds,
         actor=actor,

@@ -1,7 +1,8 @@
 """TD3 in NumPy and float64, written from the equations alone: it decides what TD3 is.
 
 It shares nothing with the package: gradients are derived by hand, parameters are lists of (W, b) with
-W (in, out), and one agent is one agent. Nothing here is fast and nothing needs to be.
+W (in, out), or (W, b, gain, shift) where a layer is normalised, and one agent is one agent. Nothing here is fast and
+nothing needs to be.
 """
 
 import numpy as np
@@ -10,9 +11,11 @@ import numpy as np
 def forward(layers, x):
     """The output of a ReLU network and the input of each of its layers."""
     inputs = []
-    for i, (w, b) in enumerate(layers):
+    for i, (w, b, *norm) in enumerate(layers):
         inputs.append(x)
         x = x @ w + b
+        if norm:
+            x = standard(x)[0] * norm[0] + norm[1]
         if i + 1 < len(layers):
             x = np.maximum(x, 0.0)
     return x, inputs
@@ -22,12 +25,24 @@ def backward(layers, inputs, d):
     """The gradients of each (W, b), and of the network's input, from the gradient `d` of its output."""
     gradients = []
     for i in reversed(range(len(layers))):
-        w, _ = layers[i]
-        gradients.insert(0, (inputs[i].T @ d, d.sum(0)))
+        w, b, *norm = layers[i]
+        of_norm = ()
+        if norm:
+            z, deviation = standard(inputs[i] @ w + b)
+            of_norm = (d * z).sum(0), d.sum(0)
+            d = d * norm[0]
+            d = (d - d.mean(1, keepdims=True) - z * (d * z).mean(1, keepdims=True)) / deviation
+        gradients.insert(0, (inputs[i].T @ d, d.sum(0), *of_norm))
         d = d @ w.T
         if i > 0:
             d = d * (inputs[i] > 0)
     return gradients, d
+
+
+def standard(x):
+    """Each row with mean 0 and deviation 1, and what it was divided by."""
+    deviation = np.sqrt(x.var(1, keepdims=True) + 1e-5)
+    return (x - x.mean(1, keepdims=True)) / deviation, deviation
 
 
 class Adam:
@@ -112,8 +127,9 @@ def mixed(target, online, tau):
 
 def actor_tensors(prefix, layers):
     named = {}
-    for i, (w, b) in enumerate(layers, start=1):
-        named[f"{prefix}.w{i}"], named[f"{prefix}.b{i}"] = w[None], b[None, None]
+    for i, (w, *rows) in enumerate(layers, start=1):
+        named[f"{prefix}.w{i}"] = w[None]
+        named |= {f"{prefix}.{name}{i}": row[None, None] for name, row in zip(NAMES, rows, strict=False)}
     return named
 
 
@@ -122,7 +138,14 @@ def critic_tensors(prefix, twins):
     return {name: np.stack([first[name], second[name]]) for name in first}
 
 
+NAMES = ("b", "gain", "shift")  # of a layer's rows, as the package calls them
+
+
 def layers_of(parameters, *index):
     """A package's parameters as a list of (W, b) in float64; `index` picks twin and seed."""
     as_array = {name: tensor.detach().double().numpy()[index] for name, tensor in parameters.items()}
-    return [(as_array[f"w{i}"].copy(), as_array[f"b{i}"][0].copy()) for i in range(1, len(as_array) // 2 + 1)]
+    depth = sum(name.startswith("w") for name in as_array)
+    rows = [
+        [as_array[f"{name}{i}"][0].copy() for name in NAMES if f"{name}{i}" in as_array] for i in range(1, depth + 1)
+    ]
+    return [(as_array[f"w{i}"].copy(), *rows[i - 1]) for i in range(1, depth + 1)]

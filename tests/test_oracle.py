@@ -38,9 +38,9 @@ class Given:
         return Batch(*self.parts, torch.full_like(self.parts[2], gamma))
 
 
-def train_both(updates, dtype, limit=1.0):
+def train_both(updates, dtype, limit=1.0, normalized=False):
     """An agent and an oracle after the same updates."""
-    agent = steps.init_agent(torch.tensor([7]), OBS, ACTION, HIDDEN, dtype)
+    agent = steps.init_agent(torch.tensor([7]), OBS, ACTION, HIDDEN, dtype, normalized=normalized)
     oracle = Oracle(
         layers_of(agent.actor, 0),
         [layers_of(agent.critic, 0, 0), layers_of(agent.critic, 1, 0)],
@@ -77,6 +77,13 @@ def assert_equal(ours, theirs, weights=1e-9, moments=1e-9):
 @pytest.mark.parametrize("updates", [1, 2, 3, 50])
 def test_float64(updates, limit):
     assert_equal(*train_both(updates, torch.float64, limit))
+
+
+@pytest.mark.parametrize("updates", [1, 2, 50])
+def test_critics_with_normalised_layers(updates):
+    ours, theirs = train_both(updates, torch.float64, normalized=True)
+    assert "critic.gain2" in ours and (updates == 1 or not (ours["target_critic.gain1"] == 1).all())
+    assert_equal(ours, theirs)
 
 
 def test_float32_after_one_update():

@@ -81,6 +81,7 @@ CASES = {
     "half an update a step": {"updates_per_step": 0.5, "buffer_size": 100},
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
     "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
+    "normalised layers": {"critic_norm": "layer", "update_after": "episode"},
 }
 
 
