@@ -48,6 +48,8 @@ class Config(Knobs):
     """Updates for each environment step."""
     n_step: int = 1
     """Rewards that a transition adds up before the value of what follows. [step 9]"""
+    relabel: int = 0
+    """Goal tasks: store each row so many times more, with goals that its episode reached later; 4 is usual. [step 1]"""
     num_envs: int = 1
     """Environments that each seed plays in at once; steps count in all of them."""
     workers: int = 0
@@ -120,6 +122,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "critics": (1, 100, True),
     "updates_per_step": (0, 1000, False),
     "n_step": (1, 1000, True),
+    "relabel": (0, 1000, True),
     "num_envs": (1, 100_000, True),
     "reward_scale": (0, 1e6, False),
     "workers": (0, 1024, True),
@@ -208,6 +211,8 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
             " give fewer random steps or more steps."
         )
+    if config.relabel and config.n_step > 1:
+        raise T3DError("--relabel needs --n-step 1: with another goal the rewards in between would be others too.")
     if config.num_envs * config.n_step > config.buffer_size:
         raise T3DError(
             f"--buffer-size {config.buffer_size:,} does not hold what one step can bring:"

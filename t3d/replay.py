@@ -93,10 +93,7 @@ class Replay:
     def lay_out(self, into: NDArray[Any], rows: "Rows") -> NDArray[np.int64]:
         """Put N rows a seed together in `into` (S, N, width) and count them; returns where they go, (S, N)."""
         # On the host: NumPy does small things in less time than PyTorch.
-        into[..., : self.obs_dim] = rows.obs
-        into[..., self.obs_dim : -self.obs_dim - 3] = rows.action
-        into[..., -self.obs_dim - 3 : -3] = rows.next_obs
-        into[..., -3], into[..., -2], into[..., -1] = rows.reward, rows.terminated, rows.span
+        into_row(into, rows, self.obs_dim)
         valid = rows.valid
         # (S, N): 1 for the first valid row, 2 for the second, …
         order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
@@ -227,6 +224,21 @@ class Rows(NamedTuple):
     terminated: ArrayLike
     span: ArrayLike
     valid: NDArray[np.bool_]
+
+
+def into_row(into: NDArray[Any], rows: Rows, obs_dim: int) -> None:
+    """The parts of transitions side by side, (S, N, W)."""
+    into[..., :obs_dim] = rows.obs
+    into[..., obs_dim : -obs_dim - 3] = rows.action
+    into[..., -obs_dim - 3 : -3] = rows.next_obs
+    into[..., -3], into[..., -2], into[..., -1] = rows.reward, rows.terminated, rows.span
+
+
+def out_of_row(row: NDArray[Any], obs_dim: int) -> Rows:
+    """The same the other way round: (S, N, W), all of them valid."""
+    obs, action, next_obs = row[..., :obs_dim], row[..., obs_dim : -obs_dim - 3], row[..., -obs_dim - 3 : -3]
+    valid = np.ones(row.shape[:2], bool)
+    return Rows(obs, action, row[..., -3], next_obs, row[..., -2], row[..., -1], valid)
 
 
 class NStep:

@@ -19,6 +19,7 @@ from t3d import files, rng
 from t3d.config import Config
 from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
+from t3d.goals import Goals
 from t3d.limits import refuse_oversize
 from t3d.replay import NStep, Replay, row_width
 from t3d.rng import Purpose
@@ -38,6 +39,7 @@ class State:
     envs: EnvBatch
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
     played: NDArray[np.float32]  # (S, N, T, A) the actions of the episodes under way, to find the way back to here
+    history: NDArray[np.float32]  # (S, N, T, W) their rows, if they are to be relabelled when they end
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
@@ -46,6 +48,7 @@ class State:
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
+    goals: Goals | None = None  # what relabels them
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
@@ -60,8 +63,10 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
 
     envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
     device = torch.device(config.device)
-    capacity = max(min(config.buffer_size, config.steps), per_seed * config.n_step)  # at least what a step can bring
+    rows = config.steps * (1 + config.relabel)
+    capacity = max(min(config.buffer_size, rows), per_seed * config.n_step)  # at least what a step can bring
     try:
+        goals = Goals(source, config.relabel) if config.relabel else None
         refuse_oversize(capacity, row_width(envs.obs_dim, envs.actions.dim) * 4, count, device)
         memory = Replay(
             count, capacity, envs.obs_dim, envs.actions.dim, device=device,
@@ -89,6 +94,7 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         envs=envs,
         obs=envs.reset().reshape(count, per_seed, -1),
         played=np.zeros((count, per_seed, 0, envs.actions.dim), np.float32),
+        history=np.zeros((count, per_seed, 0, memory.rows.shape[-1] if goals else 0), np.float32),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
         earned=np.zeros(count, np.int64),
@@ -97,6 +103,7 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         sums={name: torch.zeros(count, device=device) for name in METRICS},
         updates_logged=np.zeros(count, np.int64),
         fingerprint=np.zeros(32, np.uint8),
+        goals=goals,
     )
 
 
@@ -112,7 +119,8 @@ def saved(state: State) -> dict[str, Tensor]:
     parts["steps_under_way"] = {
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
-    parts["played"] = state.played[:, :, : state.episode_length.max()]
+    parts["played"], parts["history"] = (x[:, :, : state.episode_length.max()] for x in (state.played, state.history))
+    del parts["goals"]
     return agents.tensors(parts)
 
 
@@ -123,7 +131,7 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     where they had been: their episodes are cut there.
     """
     # As long as it was when it was saved, not as it is now.
-    state.played = np.zeros((*state.played.shape[:2], *given["played"].shape[2:]), np.float32)
+    state.played, state.history = (np.zeros(given[name].shape, np.float32) for name in ("played", "history"))
     state.episode_length[:] = given["played"].shape[2]
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
@@ -179,7 +187,7 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
     state.memory.add_rows(rows)
     state.obs = obs
-    for of_episode in (state.episode_return, state.episode_length, state.played):
+    for of_episode in (state.episode_return, state.episode_length, state.played, state.history):
         of_episode[missed] = 0
 
 

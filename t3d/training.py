@@ -22,8 +22,11 @@ from t3d.accelerate import Verbs
 from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
+from t3d.errors import T3DError
 from t3d.evaluation import Evaluation, Evaluator
+from t3d.goals import Goals
 from t3d.policy import Card, Policy
+from t3d.replay import into_row, out_of_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
 from t3d.states import METRICS, State, saved
@@ -139,7 +142,11 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
 
     told = b"".join(part.tobytes() for part in (state.fingerprint, action, obs, reward))
     state.fingerprint = np.frombuffer(blake2b(told, digest_size=32).digest(), np.uint8).copy()
-    _note(state, action)
+    state.played = _noted(state.played, state.episode_length, action)
+    if state.goals is not None:
+        whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
+        into_row(whole, transitions, state.memory.obs_dim)
+        state.history = _noted(state.history, state.episode_length, whole)
     state.obs = obs
     state.episode_return += reward
     state.episode_length += valid
@@ -152,22 +159,37 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
         rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
         if config.update_after == "episode":
             state.earned[k] += length
+        if state.goals is not None and length:
+            relabel(state, state.goals, k, i, length, verbs)
     if config.update_after == "step":
         state.earned[:] = max(0, state.step - config.random_steps)
-    for of_episode in (state.episode_return, state.episode_length, state.played) if len(rows) else ():
+    for of_episode in (state.episode_return, state.episode_length, state.played, state.history) if len(rows) else ():
         of_episode[ended] = 0
     return rows
 
 
-def _note(state: State, action: NDArray[np.float32]) -> None:
-    """Keep the actions of the episodes under way."""
-    longest = state.played.shape[2]
-    if state.episode_length.max() >= longest:
-        more = np.zeros((*action.shape[:2], max(longest, 128), action.shape[2]), np.float32)
-        state.played = np.concatenate([state.played, more], 2)
-    count, dim = state.episode_length.size, action.shape[2]
-    played = state.played.reshape(count, -1, dim)
-    played[np.arange(count), state.episode_length.reshape(count)] = action.reshape(count, dim)
+def _noted(kept: NDArray[np.float32], length: NDArray[np.int64], new: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What is kept of the episodes under way, (S, N, T, …), with what is new (S, N, …) behind it."""
+    longest = kept.shape[2]
+    if length.max() >= longest:
+        more = np.zeros((*new.shape[:2], max(longest, 128), new.shape[2]), np.float32)
+        kept = np.concatenate([kept, more], 2)
+    count, dim = length.size, new.shape[2]
+    kept.reshape(count, -1, dim)[np.arange(count), length.reshape(count)] = new.reshape(count, dim)
+    return kept
+
+
+def relabel(state: State, goals: Goals, k: int, i: int, length: int, verbs: Verbs) -> None:
+    """[step 1] Store an episode's rows again, with goals that it reached."""
+    counter = state.step * state.episode_length.shape[1] + i
+    rows = goals.relabelled(state.history[k, i, :length], state.seeds[k], counter)
+    if len(rows) > state.memory.capacity:
+        raise T3DError(
+            f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --relabel"
+            f" {goals.count}."
+        )
+    verbs.flush()  # what came before goes in before
+    state.memory.seed(k).add_rows(out_of_row(rows[None], state.memory.obs_dim))
 
 
 def learn_owed(state: State, config: Config, verbs: Verbs, stop: Callable[[], bool] = lambda: False) -> None:

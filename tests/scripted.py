@@ -95,3 +95,32 @@ class RewardFromBoth(Probe):
 
     def step(self, action):
         return self.obs, -float((action[0] - self.obs[0]) ** 2), True, False, {}
+
+
+class Reach(gymnasium.Env):
+    """A point on a plane is to go to a goal, and is told of nothing but whether it is there."""
+
+    limit = 15
+
+    def __init__(self):
+        box = gymnasium.spaces.Box(-1, 1, (2,))
+        parts = {"observation": box, "achieved_goal": box, "desired_goal": box}
+        self.observation_space = gymnasium.spaces.Dict(parts)
+        self.action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at, self.goal = np.zeros(2, np.float32), self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        self.time = 0
+        return self._seen(), {}
+
+    def _seen(self):
+        return {"observation": self.at.copy(), "achieved_goal": self.at.copy(), "desired_goal": self.goal.copy()}
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return float(np.linalg.norm(achieved_goal - desired_goal) < 0.1) - 1
+
+    def step(self, action):
+        self.at = np.clip(self.at + 0.2 * np.asarray(action, np.float32), -1, 1)
+        self.time += 1
+        return self._seen(), self.compute_reward(self.at, self.goal, {}), False, self.time >= self.limit, {}

@@ -155,6 +155,9 @@ def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
             verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))
             if step == 5:
                 verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
+            if step == 6:  # what is stored already is not stored again with the next observations
+                verbs.flush()
+                memory.add_rows(some_rows(source, 20, source.normal(size=(2, 20, ACTION))))
         verbs.flush()
         rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
         ends[mode] = {**tensors(agent), **sums, **memory.tensors(), "rows": rows}

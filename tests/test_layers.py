@@ -12,7 +12,7 @@ PACKAGE = ROOT / "t3d"
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
     "errors", "files", "limits", "rng", "networks", "optim", "replay", "steps", "agent", "documents", "config",
-    "kernels", "accelerate", "envs", "policy", "evaluation", "runs", "display", "states", "training", "api",
+    "kernels", "accelerate", "envs", "goals", "policy", "evaluation", "runs", "display", "states", "training", "api",
     "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from killed import KNOBS, SMALL, end_of
-from scripted import Scripted
+from scripted import Reach, Scripted
 
 import t3d
 from t3d import states, training
@@ -124,6 +124,12 @@ class Late:
         self.verbs.update(k, delayed)
 
 
+def test_episodes_under_way_are_relabelled_as_if_nothing_had_happened(tmp_path):
+    knobs = {"relabel": 3, "num_envs": 2, "normalize_obs": "on"}
+    whole = play(tmp_path / "whole", Reach, (3, 5), (), **knobs)
+    assert whole == play(tmp_path / "parts", Reach, (3, 5), (150, 333, 1, 405), **knobs)
+
+
 def test_what_waits_to_be_stored_is_saved_too(tmp_path, monkeypatch):
     knobs = {"overlap": "on"}
     whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
@@ -158,14 +164,17 @@ def names_of_state():
 @pytest.mark.parametrize("name", names_of_state())
 def test_every_number_of_the_state_is_needed(name, tmp_path):
     knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
+    env, stop = "Pendulum-v1", 300
     if name == "earned":
         knobs["update_after"] = "episode"  # otherwise it follows from the step
-    whole = play(tmp_path / "whole", "Pendulum-v1", (3,), (), **knobs)
+    if name == "history":
+        env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
+    whole = play(tmp_path / "whole", env, (3,), (), **knobs)
     if name in ("seeds", "memory.stored"):
         # The first is told from the run, the second from the segments: both are checked, not taken.
         pytest.skip("it is known from elsewhere too")
     try:
-        parts = play(tmp_path / "parts", "Pendulum-v1", (3,), (300,), forget=name, **knobs)
+        parts = play(tmp_path / "parts", env, (3,), (stop,), forget=name, **knobs)
     except (t3d.T3DError, IndexError, RuntimeError):
         return  # noticed even before the end
     assert whole != parts

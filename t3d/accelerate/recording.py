@@ -41,7 +41,8 @@ class Recorded:
             rows=((*rows, self._memory.rows.shape[-1]), torch.float32),
         )
         self._out = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
-        self._in.here["where"][:] = self._memory.first + self._memory.capacity  # the row that is never read
+        self._nowhere = self._memory.first + self._memory.capacity  # the rows that are never read
+        self._in.here["where"][:] = self._nowhere
         there = self._in.there
         player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
@@ -78,6 +79,9 @@ class Recorded:
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         self._mark.wait()
+        if not self._pending:  # what went with the last copy is stored
+            self._in.here["where"][:] = self._nowhere
+            np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
         self._in.here["obs"][:] = obs
         self._in.here["step"][...] = step
         self._explore.replay()
