@@ -410,10 +410,7 @@ def played(
         hardware(knobs.threads, knobs.precision),
         closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
     ):
-        if (
-            list(evaluator.envs.obs_shape) != stand_in.card.obs_shape
-            or evaluator.envs.actions.dim != stand_in.actions.dim
-        ):
+        if evaluator.envs.layout != stand_in.card.layout or evaluator.envs.actions.dim != stand_in.actions.dim:
             raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, knobs.eval_episodes):
             evaluation = evaluator.play(actor, first, lens=lens)

@@ -5,6 +5,7 @@ documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says 
 normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import prod
@@ -19,10 +20,11 @@ from torch import Tensor
 from t3d import files, networks
 from t3d.envs import ActionRange
 from t3d.errors import T3DError
+from t3d.layout import Layout, check, flatten, size
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Card:
     step: int  # environment steps it was trained for
     returns: list[float]  # of the evaluation at that step, episode by episode
     lengths: list[int]
-    obs_shape: list[int]
+    layout: Layout  # of an observation; `t3d.layout` reads it
     action_low: list[Any]
     action_high: list[Any]
     action_dtype: str
@@ -58,12 +60,16 @@ class Policy:
         return f"<Policy for {self.card.env}: seed {self.card.seed}, step {self.card.step:,}, mean return {mean:.1f}>"
 
     @torch.no_grad()
-    def __call__(self, obs: ArrayLike) -> NDArray[Any]:
-        shape = tuple(self.card.obs_shape)
+    def __call__(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
+        layout = self.card.layout
+        shape = tuple(layout["shape"]) if layout["kind"] == "array" else (size(layout),)  # of parts: or flat already
         try:
+            if layout["kind"] != "array" and not isinstance(obs, np.ndarray):
+                obs = flatten(layout, obs)
             array = np.asarray(obs, dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise T3DError(f"this policy takes an array of shape {shape}; this is {type(obs).__name__}.") from error
+            what = f"an array of shape {shape}" if layout["kind"] == "array" else "an observation of its environment"
+            raise T3DError(f"this policy takes {what}; this is {type(obs).__name__} ({error}).") from error
         if array.shape not in (shape, (*array.shape[:1], *shape)):
             raise T3DError(
                 f"this policy takes one observation of shape {shape}, or a batch of them; this has {array.shape}."
@@ -93,10 +99,10 @@ def read_policy(path: Path) -> Policy:
     try:
         card = Card(**values)
         _check_card(card)
-        sizes = [prod(card.obs_shape), *card.hidden, int(np.size(card.action_low))]
+        sizes = [size(card.layout), *card.hidden, int(np.size(card.action_low))]
         network = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
         policy = Policy(_from_layers(network, sizes), card, _lens_of(layers, sizes[0]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
         raise T3DError(f"{path} holds weights that are not finite numbers.")
@@ -117,7 +123,8 @@ def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
 
 def _check_card(card: Card) -> None:
     """Refuse what a policy could not be used with."""
-    whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths, "obs_shape": card.obs_shape}
+    check(card.layout)
+    whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths}
     for name, numbers in {**whole, "hidden": card.hidden}.items():
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{name} must be whole numbers")

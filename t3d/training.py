@@ -269,7 +269,7 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
         step=state.step,
         returns=evaluation.returns[k].tolist(),
         lengths=evaluation.lengths[k].tolist(),
-        obs_shape=list(state.envs.obs_shape),
+        layout=state.envs.layout,
         action_low=actions.low.tolist(),
         action_high=actions.high.tolist(),
         action_dtype=str(actions.low.dtype),

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "t3d"
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
     "errors", "files", "limits", "rng", "networks", "optim", "replay", "steps", "agent", "documents", "config",
-    "kernels", "accelerate", "envs", "goals", "policy", "evaluation", "runs", "display", "states", "training", "api",
-    "bench", "__init__", "cli", "__main__",
+    "kernels", "accelerate", "layout", "envs", "goals", "policy", "evaluation", "runs", "display", "states", "training",
+    "api", "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 
 

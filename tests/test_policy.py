@@ -92,7 +92,7 @@ def test_a_torn_last_row_is_left_out_and_a_wrong_one_named(run, tmp_path):
 def test_no_time_and_no_host_in_a_policy(run):
     card = json.loads((run.path / "policies" / "best-seed-3.json").read_text())
     assert card.keys() == {
-        "format", "env", "seed", "step", "returns", "lengths", "obs_shape", "action_low", "action_high",
+        "format", "env", "seed", "step", "returns", "lengths", "layout", "action_low", "action_high",
         "action_dtype", "hidden", "sha256",
     }  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_the_best_policy_stays_when_a_later_one_is_worse(tmp_path):
         ("best-seed-3.json", b"{", "not valid JSON"),
         ("best-seed-3.json", b"[1]", "not an object"),
         ("best-seed-3.json", b'{"format": 99}', "format 99"),
-        ("best-seed-3.json", b'{"format": 1}', "describes other weights"),
+        ("best-seed-3.json", b'{"format": 2}', "describes other weights"),
         ("best-seed-3.json", None, "cannot read"),
     ],
 )
@@ -209,7 +209,9 @@ def test_a_corrupt_policy_is_a_sentence(run, name, content, sentence):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden", [16]), ("obs_shape", [4]), ("action_low", "x"), ("extra", 1), ("returns", []), ("returns", None),
+        ("hidden", [16]), ("layout", {"kind": "array", "shape": [4]}),
+        ("layout", {"kind": "tree"}), ("layout", [3]), ("action_low", "x"), ("extra", 1), ("returns", []),
+        ("returns", None),
         ("step", None), ("seed", "3"), ("action_dtype", "int8"), ("action_dtype", 5), ("action_high", [-9.0]),
         ("lengths", [1]), ("returns", [float("nan")] * 3),
     ],

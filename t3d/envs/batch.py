@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
 from t3d.errors import T3DError
+from t3d.layout import Layout
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -34,7 +35,7 @@ class EnvBatch(Protocol):
 
     name: str
     count: int
-    obs_shape: tuple[int, ...]
+    layout: Layout
     obs_dim: int
     actions: ActionRange
 

@@ -12,6 +12,7 @@ from t3d.envs.batch import LONGEST_EPISODE, EpisodeSeed, Flags, Floats, Moved, r
 from t3d.envs.slots import Lost, Raised, Slot
 from t3d.envs.workers import Worker
 from t3d.errors import T3DError
+from t3d.layout import Layout, describe, flatten, size
 
 
 class GymBatch:
@@ -28,7 +29,8 @@ class GymBatch:
         workers: Sequence[Worker] = (),
     ) -> None:
         self.name, self.count, self.actions = name, len(slots), actions
-        self.obs_shape, self.obs_dim = flat_size(observation_space, name)
+        self.layout = observable(observation_space, name)
+        self.obs_dim = size(self.layout)
         self.cut = 0
         self._slots, self._workers = slots, workers
         self._space, self._episode_seed = observation_space, episode_seed
@@ -103,17 +105,12 @@ class GymBatch:
 
     def _checked(self, i: int, raw: Any) -> Floats:
         """The observation as a flat float32 row, if it can be learned from."""
-        box = isinstance(self._space, spaces.Box)
         try:
-            given = np.asarray(raw if box else spaces.flatten(self._space, raw))
+            given = flatten(self.layout, raw)
         except Exception as problem:
-            raise T3DError(f"{self._where(i)}: the observation is not in {self._space} ({problem}).") from problem
-        if box and given.shape != self.obs_shape:
-            raise T3DError(f"{self._where(i)}: the observation has the shape {given.shape}, not {self.obs_shape}.")
-        if given.dtype.kind not in "biuf" or given.size != self.obs_dim:
-            raise T3DError(f"{self._where(i)}: the observation is not in {self._space}: it is {given!r}.")
+            raise T3DError(f"{self._where(i)}: the observation is not in {self._space}: {problem}.") from problem
         with np.errstate(over="ignore"):
-            obs: Floats = given.astype(np.float32).reshape(-1)
+            obs: Floats = given.astype(np.float32)
         refuse_unlearnable(lambda _: self._where(i), obs[None])
         return obs
 
@@ -130,13 +127,11 @@ class GymBatch:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"
 
 
-def flat_size(space: spaces.Space[Any], name: str) -> tuple[tuple[int, ...], int]:
-    """The shape of an observation and how many numbers it has once flat."""
+def observable(space: spaces.Space[Any], name: str) -> Layout:
+    """How its observations are laid out, if they can be learned from."""
     if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
         raise T3DError(f"{name} shows images {space.shape}; only vectors of numbers can be learned from yet.")
-    if not space.is_np_flattenable:
-        raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a vector.")
-    size = spaces.flatdim(space)
-    if size == 0:
+    layout = describe(space, name)
+    if size(layout) == 0:
         raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
-    return (space.shape if isinstance(space, spaces.Box) else (size,)), size
+    return layout

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
 from t3d.envs.mujoco_tasks import TASKS, Array, Simulations
+from t3d.layout import describe, size
 
 
 class Many:
@@ -100,8 +101,8 @@ class MujocoBatch:
     ) -> None:
         assert env.spec is not None and env.spec.max_episode_steps is not None
         self.name, self.count, self.cut = name, count, 0
-        self.obs_shape = env.observation_space.shape or ()
-        self.obs_dim = self.obs_shape[0]
+        self.layout = describe(env.observation_space, name)
+        self.obs_dim = size(self.layout)
         self.actions = ActionRange.of(env.action_space, name)
         self._env, self._limit, self._episode_seed = env, env.spec.max_episode_steps, episode_seed
         raw: Any = env.unwrapped

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
-from t3d.envs.gym import GymBatch, flat_size
+from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.slots import LocalSlot, Slot, said
 from t3d.envs.vector import VectorBatch
@@ -109,7 +109,7 @@ class Source:
         """`count` environments behind the contract."""
         first = self.one()
         try:
-            flat_size(first.observation_space, self.name)
+            observable(first.observation_space, self.name)
             actions = ActionRange.of(first.action_space, self.name)
             limit = None if first.spec is None else first.spec.max_episode_steps
         except BaseException:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
-from t3d.envs.gym import flat_size
+from t3d.envs.gym import observable
 from t3d.errors import T3DError
+from t3d.layout import size
 
 
 class VectorBatch:
@@ -26,7 +27,8 @@ class VectorBatch:
 
     def __init__(self, name: str, env: "VectorEnv[Any, Any, Any]", episode_seed: EpisodeSeed) -> None:
         self.name, self.count, self._env = name, env.num_envs, env
-        self.obs_shape, self.obs_dim = flat_size(env.single_observation_space, name)
+        self.layout = observable(env.single_observation_space, name)
+        self.obs_dim = size(self.layout)
         if not isinstance(env.single_observation_space, spaces.Box):
             raise T3DError(f"{name}: only Box observations are read from a vector environment.")
         self.actions = ActionRange.of(env.single_action_space, name)
@@ -79,7 +81,7 @@ class VectorBatch:
 
     def _flat(self, raw: Any) -> Floats:
         given = np.asarray(raw)
-        if given.shape != (self.count, *self.obs_shape) or given.dtype.kind not in "biuf":
+        if given.shape != (self.count, *self.layout["shape"]) or given.dtype.kind not in "biuf":
             raise T3DError(f"{self._where(0)}: the observations are {given.dtype} {given.shape}.")
         with np.errstate(over="ignore"):
             return given.astype(np.float32).reshape(self.count, -1)

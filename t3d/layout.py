@@ -1,0 +1,95 @@
+"""An observation of several parts as one row of numbers, in an order that is written down.
+
+`describe` turns a Gymnasium space into plain JSON, which a policy keeps, and `flatten` lays out an observation of that
+space without asking Gymnasium. The order is that of `gymnasium.spaces.flatten`: the parts of a Dict in the order of the
+space (Gymnasium sorts the names of an ordinary dict), those of a Tuple one after another; arrays row by row; a Discrete
+number as one 1 among zeros.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from t3d.errors import T3DError
+
+Layout = dict[str, Any]
+
+
+def describe(space: spaces.Space[Any], name: str) -> Layout:
+    """The space in JSON; `name` it is the observation of, for the sentence if it cannot be laid out."""
+    if isinstance(space, spaces.Dict):
+        return {"kind": "dict", "parts": {key: describe(part, name) for key, part in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"kind": "tuple", "parts": [describe(part, name) for part in space.spaces]}
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        return {"kind": "array", "shape": list(space.shape)}
+    if isinstance(space, spaces.Discrete):
+        return {"kind": "choice", "sizes": [int(space.n)], "first": [int(space.start)], "shape": []}
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes, first = space.nvec.reshape(-1).tolist(), space.start.reshape(-1).tolist()
+        return {"kind": "choice", "sizes": sizes, "first": first, "shape": list(space.shape)}
+    raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a row of numbers.")
+
+
+def check(layout: Any) -> None:
+    """Refuse what `describe` would not have written: it may come from anybody's file."""
+    kinds = {"dict": dict, "tuple": list, "array": list, "choice": list}
+    kind = layout.get("kind") if isinstance(layout, dict) else None
+    if kind not in kinds:
+        raise ValueError("layout is no description of an observation")
+    parts = layout.get("parts" if kind in ("dict", "tuple") else "shape")
+    if not isinstance(parts, kinds[kind]):
+        raise ValueError(f"layout: a {kind} has no such parts as {parts!r}")
+    if kind in ("dict", "tuple"):
+        for part in _parts(layout).values():
+            check(part)
+        return
+    numbers = [*parts, *layout.get("sizes", []), *layout.get("first", [])]
+    if not all(type(number) is int for number in numbers) or any(number < 0 for number in parts):
+        raise ValueError("layout: shapes and sizes must be whole numbers")
+    if kind == "choice" and not len(layout["sizes"]) == len(layout["first"]) == prod(parts):
+        raise ValueError("layout: there must be as many sizes and first numbers as choices")
+
+
+def size(layout: Layout) -> int:
+    """How many numbers a row has."""
+    if layout["kind"] in ("dict", "tuple"):
+        return sum(size(part) for part in _parts(layout).values())
+    return prod(layout["shape"]) if layout["kind"] == "array" else sum(layout["sizes"])
+
+
+def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray[np.float64]:
+    """The observation as one row; what does not fit is named, as in `the observation['camera'][0]`."""
+    if layout["kind"] in ("dict", "tuple"):
+        parts = _parts(layout)
+        given = (
+            dict(obs) if isinstance(obs, Mapping) else dict(enumerate(obs)) if isinstance(obs, tuple | list) else None
+        )
+        if given is None or set(given) != set(parts):
+            found = type(obs).__name__ if given is None else f"{list(given)}"
+            raise ValueError(f"{where} has the parts {list(parts)}; this is {found}")
+        rows = [flatten(part, given[key], f"{where}[{key!r}]") for key, part in parts.items()]
+        return np.concatenate(rows) if rows else np.zeros(0)
+    array, shape = np.asarray(obs), tuple(layout["shape"])
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{where} is {obs!r}, not numbers")
+    if array.shape != shape:
+        raise ValueError(f"{where} has the shape {array.shape}, not {shape}")
+    if layout["kind"] == "array":
+        return array.reshape(-1).astype(np.float64)
+    chosen = array.reshape(-1) - np.array(layout["first"])
+    sizes = np.array(layout["sizes"])
+    if not ((chosen >= 0) & (chosen < sizes)).all():
+        raise ValueError(f"{where} is {array.tolist()}, which is none of its {sizes.tolist()} choices")
+    row = np.zeros(int(sizes.sum()))
+    row[np.cumsum(sizes) - sizes + chosen.astype(int)] = 1
+    return row
+
+
+def _parts(layout: Layout) -> dict[Any, Layout]:
+    parts = layout["parts"]
+    return parts if isinstance(parts, dict) else dict(enumerate(parts))
