@@ -38,9 +38,7 @@ def test_it_is_laid_out_as_gymnasium_does(space):
 
 def test_what_does_not_fit_is_named():
     layout = describe(spaces.Dict({"arm": spaces.Tuple([BOX, spaces.Discrete(3)])}), "x")
-    with pytest.raises(
-        ValueError, match=r"the observation\['arm'\]\[0\] has the shape \(3,\), not \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"the observation\['arm'\]\[0\] has the shape \(3,\), not \(2, 3\)"):
         flatten(layout, {"arm": (np.zeros(3), 1)})
     with pytest.raises(ValueError, match=r"the observation has the parts \['arm'\]; this is \['leg'\]"):
         flatten(layout, {"leg": 1})

@@ -48,11 +48,10 @@ def _trained(task: Task, seeds: int, knobs: dict[str, Any], runs: Path, progress
     """The finished run and the seconds it took, over all the times it was taken up."""
     folder = runs / task.name
     clock = Clock(runs / f"{task.name}.clock.json", folder / "metrics.jsonl")
-    modules = [task.env.split(":")[0]] if ":" in task.env else []
     given = {**task.knobs, **knobs}
     if (folder / "config.json").exists():
         _refuse_other(Run.open(folder), seeds, given)
-        run = api.resume(folder, allow_modules=modules, progress=progress)
+        run = api.resume(folder, progress=progress)
     else:
         given.setdefault("precision", "tf32" if torch.cuda.is_available() and knobs.get("device") != "cpu" else "fp32")
         run = api.train(task.env, seeds=seeds, out=folder, preset=task.preset, progress=progress, **given)

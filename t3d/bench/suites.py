@@ -24,7 +24,7 @@ class Task:
     @property
     def name(self) -> str:
         """As its files are called."""
-        return "-".join(part for part in (self.suite, self.variant, self.env.split(":")[-1]) if part)
+        return "-".join(part for part in (self.suite, self.variant, self.env) if part)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ SUITES: dict[SuiteName, Suite] = {
     "documents": Suite(
         "The documents' settings on PyBullet's tasks, which the course that they come from used.",
         tuple(
-            Task("documents", f"pybullet_envs_gymnasium:{name}", _DOCUMENTS, preset="documents")
+            Task("documents", name, _DOCUMENTS, preset="documents")
             for name in _BULLET
         ),
         seeds=2,
@@ -96,16 +96,13 @@ def tasks_of(suite: SuiteName, only: Sequence[str] = (), version: Version = "v5"
     ]
     for word in only:
         if not any(_called(task, word) for task in tasks):
-            known = sorted(
-                {task.env.split(":")[-1] for task in tasks} | {task.variant for task in tasks if task.variant}
-            )
+            known = sorted({task.env for task in tasks} | {task.variant for task in tasks if task.variant})
             raise T3DError(f"the suite {suite} has no task '{word}'; it has {', '.join(known)}.{nearest(word, known)}")
     return [task for task in tasks if not only or all(_fits(task, only))]
 
 
 def _called(task: Task, word: str) -> bool:
-    env = task.env.split(":")[-1]
-    return word in (env, env.rsplit("-", 1)[0], task.variant)
+    return word in (task.env, task.env.rsplit("-", 1)[0], task.variant)
 
 
 def _fits(task: Task, only: Sequence[str]) -> list[bool]:

@@ -61,7 +61,7 @@ def read_result(path: Path) -> Result:
         pair = [np.array(values[name], float) for name in ("expected", "came") if name in values]
         result = Result(
             name=path.stem,
-            env=values["env"].split(":")[-1],
+            env=values["env"],
             variant=values["variant"],
             steps=values["steps"],
             curves=returns.mean(2),

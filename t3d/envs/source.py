@@ -1,6 +1,7 @@
 """From what a user names to a batch of environments: which adapter takes it, and why."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,7 +25,10 @@ from t3d.errors import T3DError, nearest
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 Path = Literal["mujoco.batch", "gymnasium"]
 
-EXTRAS = {"pybullet_envs_gymnasium": "bullet"}  # modules that environments come in, and the extra that brings them
+# Suites whose ids are known without their module: what an id looks like, and the module that registers it.
+SUITES = {r"dm_control/.*": "shimmy", r"\w+BulletEnv-v0": "pybullet_envs_gymnasium"}
+# The extra that brings a module.
+EXTRAS = {"shimmy": "dmc", "dm_control": "dmc", "pybullet_envs_gymnasium": "bullet", "pybullet": "bullet"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ class Source:
         """Whether no file can bring it back."""
         return not isinstance(self.env, str)
 
+    @property
+    def _full(self) -> str | Maker:
+        """With the module that registers it, where that goes without saying."""
+        for pattern, module in SUITES.items():
+            if isinstance(self.env, str) and re.fullmatch(pattern, self.env):
+                return f"{module}:{self.env}"
+        return self.env
+
     def one(self) -> "gymnasium.Env[Any, Any]":
         """One environment, new each time."""
         made = self._one()
@@ -62,9 +74,9 @@ class Source:
 
     def _one(self) -> "gymnasium.Env[Any, Any]":
         try:
-            return make(self.env, self.args)  # type: ignore[no-any-return]
+            return make(self._full, self.args)  # type: ignore[no-any-return]
         except ModuleNotFoundError as problem:
-            missing = problem.name or self.name.rpartition(":")[0]
+            missing = problem.name or str(self._full).rpartition(":")[0]
             how = f" It comes with pip install 't3d[{EXTRAS[missing]}]'." if missing in EXTRAS else ""
             raise T3DError(f"{self.name}: there is no module {missing} to import.{how}") from problem
         except error.DependencyNotInstalled as problem:
@@ -72,6 +84,10 @@ class Source:
             raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem
         except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
             plain = self.name.rpartition(":")[2]
+            if plain.startswith("dm_control/") and find_spec("dm_control") is None:
+                raise T3DError(
+                    f"{self.name} needs a package that is not installed: pip install 't3d[dmc]'"
+                ) from problem
             near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
             raise T3DError(f"there is no environment {self.name}.{near}") from problem
         except Exception as problem:
@@ -122,7 +138,7 @@ class Source:
         if workers:
             first.close()
             processes = [
-                Worker(self.name, self.env, self.args, list(range(k, count, workers)), stall_seconds)
+                Worker(self.name, self._full, self.args, list(range(k, count, workers)), stall_seconds)
                 for k in range(min(workers, count))
             ]
             try:
