@@ -10,8 +10,9 @@
 from t3d.api import load, resume, train
 from t3d.documents import T3D, Actor, Critic, ReplayBuffer
 from t3d.errors import T3DError
+from t3d.modules import Network
 from t3d.policy import Policy
 from t3d.runs.folder import Run
 
-__all__ = ["T3D", "Actor", "Critic", "Policy", "ReplayBuffer", "Run", "T3DError", "load", "resume", "train"]
+__all__ = ["T3D", "Actor", "Critic", "Network", "Policy", "ReplayBuffer", "Run", "T3DError", "load", "resume", "train"]
 __version__ = "0.1.0"

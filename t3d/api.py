@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from gymnasium.vector import VectorEnv
 
-from t3d import files, states, training
+from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
 from t3d.display import Display
@@ -21,6 +21,7 @@ from t3d.envs import Maker, Source, open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
 from t3d.limits import short_of_disk
+from t3d.modules import Network, as_network, own_network
 from t3d.policy import Policy, read_policy
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import NOT_KNOBS, Run, Which, claim, refuse_used
@@ -38,6 +39,7 @@ def train(
     *,
     env_args: dict[str, Any] | None = None,
     eval_env: str | Maker | None = None,
+    network: Any = None,
     preset: Preset = "td3",
     progress: bool = True,
     **config: Any,
@@ -46,7 +48,8 @@ def train(
 
     `env` is a Gymnasium id, anything that makes an environment when called, with `env_args` if given, or a
     Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations; `seeds` a number of seeds
-    (0, 1, …) or the seeds themselves; `out` the run folder; `config` any knob of `t3d train --help`.
+    (0, 1, …) or the seeds themselves; `out` the run folder; `network` a network of your own (`t3d.modules`);
+    `config` any knob of `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
@@ -55,7 +58,8 @@ def train(
     if isinstance(env, VectorEnv):
         config.setdefault("num_envs", env.num_envs // max(len(as_seeds(seeds)), 1))
     knobs = from_values(config, PRESETS[preset], "train()")
-    return start(open_source(env, env_args, eval_env=eval_env), as_seeds(seeds), knobs, preset, out, progress)
+    source = open_source(env, env_args, eval_env=eval_env)
+    return start(source, as_seeds(seeds), knobs, preset, out, progress, as_network(network))
 
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -75,21 +79,30 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def start(
-    source: Source, seeds: list[int], config: Config, preset: Preset, out: str | Path | None, progress: bool
+    source: Source,
+    seeds: list[int],
+    config: Config,
+    preset: Preset,
+    out: str | Path | None,
+    progress: bool,
+    network: Network | None = None,
 ) -> Run:
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
     name = source.name
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
     config = settle(config, preset, name, len(seeds))
+    if network is not None and config.critic_norm != "none":
+        raise T3DError("--critic-norm is for the networks of the package; a network of your own can have its own.")
     display = Display(config.steps, seeds, quiet=not progress)
-    with hardware(config.threads, config.precision):
+    with hardware(config.threads, config.precision), networks.using(network):
         state = states.begin(source, seeds, config)
+        state.network = None if network is None else network.name
         with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             with run.lock():
-                run.begin(training.describe(source, preset, seeds, config))
+                run.begin({**training.describe(source, preset, seeds, config), "network": state.network})
                 display.say(headline(name, preset, seeds, config, run, states.peak_memory(state)))
                 if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
@@ -103,12 +116,14 @@ def resume(
     steps: float | None = None,
     *,
     env: Maker | None = None,
+    network: Any = None,
     allow_modules: Sequence[str] = (),
     progress: bool = True,
 ) -> Run:
     """Go on with a run where its newest whole checkpoint was made, to `steps` if more are given.
 
-    `env` makes the environments of a run whose environment was made by a function in Python.
+    `env` makes the environments of a run whose environment was made by a function in Python; `network` is what it
+    was trained with, if that was a network of your own.
     """
     run = Run.open(run)
     where = str(run.path / "config.json")
@@ -123,10 +138,12 @@ def resume(
                 f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
                 " bring back; use t3d.resume(run, env=...) from Python."
             )
+        own = own_network(run.config.get("network"), network, f"{run.path}")
         source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
         display = Display(config.steps, run.seeds, quiet=not progress)
-        with hardware(config.threads, config.precision):
+        with hardware(config.threads, config.precision), networks.using(own):
             state = states.begin(source, run.seeds, config)
+            state.network = run.config.get("network")
             with (
                 closing(state.envs),
                 closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
@@ -268,8 +285,11 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run,
     )
 
 
-def load(run: str | Path | Run, seed: int | None = None, which: Which = "best") -> Policy:
-    """A trained policy from a run folder (by default the best one of the best seed) or from a policy file."""
+def load(run: str | Path | Run, seed: int | None = None, which: Which = "best", network: Any = None) -> Policy:
+    """A trained policy from a run folder (by default the best one of the best seed) or from a policy file.
+
+    `network` is what it was trained with, if that was a network of your own.
+    """
     if not isinstance(run, Run) and Path(run).suffix == ".safetensors":
-        return read_policy(Path(run))
-    return Run.open(run).policy(seed, which)
+        return read_policy(Path(run), as_network(network))
+    return Run.open(run).policy(seed, which, as_network(network))

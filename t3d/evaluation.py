@@ -67,7 +67,7 @@ class Evaluator:
         """
         self._first_episode = first_episode
         shape = (len(self.seeds), self.episodes)
-        device = actor["w1"].device
+        device = networks.any_of(actor).device
         returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
         active = np.ones(self.envs.count, bool)
         obs = self.envs.reset()

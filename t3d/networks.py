@@ -8,8 +8,10 @@ an actor's weights are (S, in, out), the critics' (2, S, in, out); biases keep a
 so a layer is `x @ w + b` whatever stands in front. obs (S, B, O), action (S, B, A), q (2, S, B).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +37,11 @@ def first(parameters: Parameters) -> Parameters:
     return {name: tensor[0] for name, tensor in parameters.items()}
 
 
+def any_of(parameters: Parameters) -> Tensor:
+    """One of the tensors: they are all on one device and of one precision."""
+    return next(iter(parameters.values()))
+
+
 def mlp(parameters: Parameters, x: Tensor) -> Tensor:
     """Linear layers with ReLU between them; where a layer has gains it is normalised before that."""
     last = sum(name.startswith("w") for name in parameters)
@@ -55,7 +62,7 @@ perceptron: Callable[[Parameters, Tensor], Tensor] = mlp
 
 def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:
     """[step 2] The actor's first weights, for each seed its own."""
-    weights = init_mlp(seeds, Purpose.ACTOR_WEIGHTS, 1, (obs_dim, *hidden, action_dim), dtype)
+    weights = init_perceptron(seeds, Purpose.ACTOR_WEIGHTS, 1, (obs_dim, *hidden, action_dim), dtype)
     return {name: tensor[0].clone() for name, tensor in weights.items()}
 
 
@@ -72,7 +79,7 @@ def init_critic(
 
     With `normalized`, hidden layers have gains of one and shifts of zero too.
     """
-    parameters = init_mlp(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
+    parameters = init_perceptron(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
     for layer in range(1, len(hidden) + 1) if normalized else ():
         parameters[f"gain{layer}"] = torch.ones_like(parameters[f"b{layer}"])
         parameters[f"shift{layer}"] = torch.zeros_like(parameters[f"b{layer}"])
@@ -88,3 +95,29 @@ def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int],
             draw = uniform(seeds, purpose, 2 * layer + (name == "b"), (copies, rows, fan_out), dtype)
             parameters[f"{name}{layer}"] = (draw * fan_in**-0.5).transpose(0, 1).contiguous()
     return parameters
+
+
+# The first weights of what `perceptron` computes.
+init_perceptron: Callable[[Tensor, Purpose, int, Sequence[int], torch.dtype], Parameters] = init_mlp
+
+
+class Pair(Protocol):
+    """A network: first weights for every copy and seed, and what they make of x (S, B, in)."""
+
+    def init(
+        self, seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype
+    ) -> Parameters: ...
+    def apply(self, parameters: Parameters, x: Tensor) -> Tensor: ...
+
+
+@contextmanager
+def using(pair: Pair | None) -> Iterator[None]:
+    """Actor and critics are made of another network inside, if one is given."""
+    global perceptron, init_perceptron
+    before = perceptron, init_perceptron
+    if pair is not None:
+        perceptron, init_perceptron = pair.apply, pair.init
+    try:
+        yield
+    finally:
+        perceptron, init_perceptron = before

@@ -21,8 +21,10 @@ from t3d import files, networks
 from t3d.envs import ActionRange
 from t3d.errors import T3DError
 from t3d.layout import Layout, check, flatten, size
+from t3d.modules import Network, own_network
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
+from t3d.rng import Purpose
 
 FORMAT = 2
 
@@ -41,14 +43,18 @@ class Card:
     action_high: list[Any]
     action_dtype: str
     hidden: list[int]
+    network: str | None = None  # the name of one of the user's own
     format: int = FORMAT
 
 
 class Policy:
     """`policy(obs)` -> the noise-free action for one observation, or for a batch of them."""
 
-    def __init__(self, parameters: Parameters, card: Card, lens: Lens | None = None) -> None:
+    def __init__(
+        self, parameters: Parameters, card: Card, lens: Lens | None = None, network: networks.Pair | None = None
+    ) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
+        self.network = network  # if it is one of the user's own
         self.card = card
         self.lens = lens  # if observations were normalised: (1, 1, O)
         self.actions = ActionRange(
@@ -75,7 +81,8 @@ class Policy:
                 f"this policy takes one observation of shape {shape}, or a batch of them; this has {array.shape}."
             )
         rows = torch.from_numpy(np.ascontiguousarray(array.reshape(1, -1, prod(shape))))
-        actions = self.actions.to_env(networks.actor(self.parameters, seen_through(self.lens, rows))[0].numpy())
+        with networks.using(self.network):
+            actions = self.actions.to_env(networks.actor(self.parameters, seen_through(self.lens, rows))[0].numpy())
         return actions[0] if array.shape == shape else actions
 
     def save(self, path: Path) -> None:
@@ -83,12 +90,13 @@ class Policy:
         lens = (
             {} if self.lens is None else {f"obs.{name}": part.flatten() for name, part in self.lens._asdict().items()}
         )
-        files.write_tensors(path, {**to_layers(self.parameters), **lens})
+        layers = to_layers(self.parameters) if self.card.network is None else own_layers(self.parameters)
+        files.write_tensors(path, {**layers, **lens})
         files.write_json(path.with_suffix(".json"), {**asdict(self.card), "sha256": files.sha256(path)})
 
 
-def read_policy(path: Path) -> Policy:
-    """The policy in a .safetensors file and the JSON beside it."""
+def read_policy(path: Path, network: Network | None = None) -> Policy:
+    """The policy in a .safetensors file and the JSON beside it, with the user's own `network` if it had one."""
     layers = files.read_tensors(path)
     beside = path.with_suffix(".json")
     values = files.read_json(beside)
@@ -100,8 +108,10 @@ def read_policy(path: Path) -> Policy:
         card = Card(**values)
         _check_card(card)
         sizes = [size(card.layout), *card.hidden, int(np.size(card.action_low))]
-        network = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
-        policy = Policy(_from_layers(network, sizes), card, _lens_of(layers, sizes[0]))
+        own = own_network(card.network, network, str(path))
+        weights = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
+        parameters = _from_layers(weights, sizes) if own is None else _from_own(weights, own, sizes)
+        policy = Policy(parameters, card, _lens_of(layers, sizes[0]), own)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
@@ -146,6 +156,19 @@ def to_layers(parameters: Parameters) -> dict[str, Tensor]:
         layers[f"layer_{i}.weight"] = parameters[f"w{i}"][0].T
         layers[f"layer_{i}.bias"] = parameters[f"b{i}"][0, 0]
     return layers
+
+
+def own_layers(parameters: Parameters) -> dict[str, Tensor]:
+    """One seed's weights of a network of the user's own, flat."""
+    return {f"own.{name}": tensor.flatten() for name, tensor in parameters.items()}
+
+
+def _from_own(layers: dict[str, Tensor], network: Network, sizes: list[int]) -> Parameters:
+    """The same back again, if the network has tensors of these names and sizes."""
+    fresh = network.init(torch.tensor([0]), Purpose.ACTOR_WEIGHTS, 1, sizes, torch.float32)
+    if {f"own.{name}": tensor.numel() for name, tensor in fresh.items()} != {k: t.numel() for k, t in layers.items()}:
+        raise ValueError(f"its tensors are not those of {network.name}")
+    return {name: layers[f"own.{name}"].reshape(1, 1, -1) for name in fresh}
 
 
 def _from_layers(layers: dict[str, Tensor], sizes: list[int]) -> Parameters:

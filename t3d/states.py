@@ -49,6 +49,7 @@ class State:
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
     goals: Goals | None = None  # what relabels them
+    network: str | None = None  # the name of the user's own
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
@@ -120,7 +121,7 @@ def saved(state: State) -> dict[str, Tensor]:
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
     parts["played"], parts["history"] = (x[:, :, : state.episode_length.max()] for x in (state.played, state.history))
-    del parts["goals"]
+    del parts["goals"], parts["network"]
     return agents.tensors(parts)
 
 

@@ -274,6 +274,7 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
         action_high=actions.high.tolist(),
         action_dtype=str(actions.low.dtype),
         hidden=list(config.hidden),
+        network=state.network,
     )
     lens = state.memory.seed(k).lens()
     return Policy(agents.one_seed(state.agent, k).actor, card, lens)

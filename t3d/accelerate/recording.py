@@ -180,7 +180,10 @@ def _undone(to: Learner) -> Iterator[None]:
 
 def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
     """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
-    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: networks.mlp}
+    own = networks.perceptron
+    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own}
+    if own is not networks.mlp:
+        return plain
     try:
         from t3d import kernels
     except ImportError:

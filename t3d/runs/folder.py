@@ -11,6 +11,7 @@ from typing import IO, Any, Literal, get_args
 from t3d import files
 from t3d.config import PRESETS
 from t3d.errors import T3DError
+from t3d.modules import Network
 from t3d.policy import Policy, read_policy
 
 FORMAT = 1
@@ -19,6 +20,7 @@ NOT_KNOBS = (
     "env",
     "env_args",
     "callable",
+    "network",
     "seeds",
     "preset",
     "versions",
@@ -112,14 +114,14 @@ class Run:
         """The rows of the evaluations: step, seed, returns, lengths, mean."""
         return [row for row in self.metrics if row["kind"] == "evaluation"]
 
-    def best_seed(self) -> int:
+    def best_seed(self, network: Network | None = None) -> int:
         """The seed whose best policy scored highest."""
-        return max(self.seeds, key=lambda seed: _mean(self.policy(seed).card.returns))
+        return max(self.seeds, key=lambda seed: _mean(self.policy(seed, network=network).card.returns))
 
-    def policy(self, seed: int | None = None, which: Which = "best") -> Policy:
+    def policy(self, seed: int | None = None, which: Which = "best", network: Network | None = None) -> Policy:
         """The policy of a seed at its best evaluation or the last one; by default of the best seed."""
         if seed is None:
-            seed = self.best_seed()
+            seed = self.best_seed(network)
         if which not in get_args(Which):
             raise T3DError(f"there is no '{which}' policy; there are {', '.join(get_args(Which))}.")
         if seed not in self.seeds:
@@ -127,7 +129,7 @@ class Run:
         path = self.policy_path(seed, which)
         if not path.exists():
             raise T3DError(f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing).")
-        policy = read_policy(path)
+        policy = read_policy(path, network)
         if policy.card.seed != seed:
             raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
         return policy
