@@ -79,11 +79,11 @@ def init_critic(
 
     With `normalized`, hidden layers have gains of one and shifts of zero too.
     """
-    parameters = init_perceptron(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
+    weights = init_perceptron(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
     for layer in range(1, len(hidden) + 1) if normalized else ():
-        parameters[f"gain{layer}"] = torch.ones_like(parameters[f"b{layer}"])
-        parameters[f"shift{layer}"] = torch.zeros_like(parameters[f"b{layer}"])
-    return parameters
+        weights[f"gain{layer}"] = torch.ones_like(weights[f"b{layer}"])
+        weights[f"shift{layer}"] = torch.zeros_like(weights[f"b{layer}"])
+    return weights
 
 
 def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype) -> Parameters:

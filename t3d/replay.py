@@ -127,7 +127,8 @@ class Replay:
         sizes = [self.obs_dim, self.action_dim, self.obs_dim, 1, 1, 1]
         obs, action, next_obs, reward, terminated, span = torch.split(rows.view(*index.shape, -1), sizes, -1)
         discount = gamma ** span.squeeze(-1)
-        obs, next_obs = seen_through(self.lens(), obs), seen_through(self.lens(), next_obs)
+        lens = self.lens()
+        obs, next_obs = seen_through(lens, obs), seen_through(lens, next_obs)
         reward = reward.squeeze(-1) if self.reward_scale == 1 else self.reward_scale * reward.squeeze(-1)
         return Batch(obs, action, reward, next_obs, terminated.squeeze(-1), discount)
 
