@@ -94,16 +94,18 @@ def start(
     config = settle(config, preset, name, len(seeds))
     if network is not None and config.critic_norm != "none":
         raise T3DError("--critic-norm is for the networks of the package; a network of your own can have its own.")
+    if network is not None and config.precision == "bf16":
+        raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
     display = Display(config.steps, seeds, quiet=not progress)
     with hardware(config.threads, config.precision), networks.using(network):
         state = states.begin(source, seeds, config)
         state.network = None if network is None else network.name
-        with closing(state.envs), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
+        with closing(state), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             with run.lock():
                 run.begin({**training.describe(source, preset, seeds, config), "network": state.network})
-                display.say(headline(name, preset, seeds, config, run, states.peak_memory(state)))
+                display.say(headline(state, preset, config, run))
                 if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
                 with closing(Checkpoints(run.path, training.about(config))) as checkpoints:
@@ -145,7 +147,7 @@ def resume(
             state = states.begin(source, run.seeds, config)
             state.network = run.config.get("network")
             with (
-                closing(state.envs),
+                closing(state),
                 closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
                 closing(Checkpoints(run.path, training.about(config))) as checkpoints,
             ):
@@ -268,8 +270,10 @@ def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs,
     return accelerate(state.agent, state.memory, state.sums, config), config
 
 
-def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run, memory: int) -> str:
+def headline(state: states.State, preset: str, config: Config, run: Run) -> str:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
+    name, seeds, memory = state.envs.name, state.seeds, states.peak_memory(state)
+    network = f"network {state.network}" if state.network else f"networks {'-'.join(map(str, config.hidden))}"
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
@@ -279,7 +283,7 @@ def headline(name: str, preset: str, seeds: list[int], config: Config, run: Run,
     return (
         f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
         f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
-        f" batch {config.batch_size}, networks {'-'.join(map(str, config.hidden))}\n"
+        f" batch {config.batch_size}, {network}\n"
         f"memory: {memory / 2**30:.2f} GiB when the replay is full\n"
         f"run folder: {run.path}"
     )

@@ -336,7 +336,13 @@ def conclude(run: Run) -> None:
     console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
 
 
-def _refuse_callable(values: dict[str, Any], where: Path) -> None:
+def _refuse_functions(values: dict[str, Any], where: Path) -> None:
+    """What was made by functions in Python is for Python."""
+    if values.get("network"):
+        raise T3DError(
+            f"{where}: the network {values['network']} was made by functions in Python, which no file can bring back;"
+            " use t3d.train or t3d.load from Python."
+        )
     if values.get("callable"):
         raise T3DError(
             f"{where}: the environment {values['env']} was made by a function in Python, which no file can bring back;"
@@ -348,7 +354,7 @@ def _env_in(config: Path) -> str:
     """The environment that a config.json names; what it would import must be typed, not read from a file."""
     values = read_config(config)
     env = str(values["env"])
-    _refuse_callable(values, config)
+    _refuse_functions(values, config)
     if ":" in env:
         raise T3DError(f"{config} asks for {env}; if you trust that module, type it: t3d train {env} --config {config}")
     return env
@@ -368,7 +374,7 @@ def evaluate(command: Evaluate) -> None:
     """Play the episodes and show them beside what was recorded."""
     run = Run.open(command.run)
     knobs = _knobs(run.config, str(run.path / "config.json"))
-    _refuse_callable(run.config, run.path)
+    _refuse_functions(run.config, run.path)
     wanted = run.seeds if command.seed is None else [command.seed]
     policies = {seed: run.policy(seed, command.policy) for seed in wanted}
     episodes = knobs.eval_episodes if command.episodes is None else command.episodes
@@ -410,7 +416,10 @@ def played(
         hardware(knobs.threads, knobs.precision),
         closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
     ):
-        if evaluator.envs.layout != stand_in.card.layout or evaluator.envs.actions.dim != stand_in.actions.dim:
+        if (
+            json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
+            or evaluator.envs.actions.dim != stand_in.actions.dim
+        ):
             raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, knobs.eval_episodes):
             evaluation = evaluator.play(actor, first, lens=lens)
@@ -459,7 +468,7 @@ def returns(command: Returns) -> None:
 def tables(command: Tables) -> None:
     """Show the tables, and write them into the docs if asked to."""
     results = bench.read_results(command.results)
-    if not results:
+    if not results and command.docs is None:
         raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")
     _print_tables(results)
     if command.docs is not None:

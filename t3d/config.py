@@ -59,7 +59,7 @@ class Config(Knobs):
     normalize_obs: Literal["off", "on"] = "off"
     """Shift and scale observations by each seed's running mean and deviation before the networks see them."""
     reward_scale: float = 1.0
-    """Factor on rewards when they are learned from; what is recorded stays as it is."""
+    """Factor on rewards when they are learned from; returns are recorded as they are."""
     update_after: Literal["step", "episode"] = "step"
     """Update after each step once the random steps are over, or N times after an episode of N steps."""
     eval_every: int = 5_000
@@ -67,7 +67,7 @@ class Config(Knobs):
     eval_episodes: int = 10
     """Noise-free episodes in an evaluation."""
     eval_values: Literal["off", "on"] = "off"
-    """Compare the first critic's values in evaluations with the returns that followed."""
+    """Compare the first critic's values in evaluations with the returns that followed, if no time limit hides them."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
     checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"

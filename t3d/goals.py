@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from t3d import rng
 from t3d.envs import Source
+from t3d.envs.slots import said
 from t3d.errors import T3DError
+from t3d.layout import describe, size
 from t3d.rng import Purpose
 
 PARTS = ("observation", "achieved_goal", "desired_goal")
@@ -26,47 +28,76 @@ class Goals:
     """Where goals stand in the observations of a task, and the task itself, to ask what a goal is worth."""
 
     def __init__(self, source: Source, count: int) -> None:
-        env, self.count = source.one(), count
-        space = env.observation_space
-        self._task: Any = env.unwrapped
+        self.env, self.count, self.name = source.one(), count, source.name
+        space = self.env.observation_space
         if not isinstance(space, spaces.Dict) or set(PARTS) - set(space.spaces):
             raise T3DError(
-                f"--relabel is for goal tasks, whose observations have {', '.join(PARTS)}; {source.name} is none."
+                f"--relabel is for goal tasks, whose observations have {', '.join(PARTS)}; {self.name} is none."
             )
-        if not callable(getattr(self._task, "compute_reward", None)):
-            raise T3DError(f"--relabel asks {source.name} what other goals are worth, and it has no compute_reward().")
+        self._goal = space["desired_goal"]
+        if space["achieved_goal"].shape != self._goal.shape or not isinstance(self._goal, spaces.Box):
+            raise T3DError(f"--relabel: what {self.name} achieves and what it desires must be arrays of one shape.")
+        if not self.env.has_wrapper_attr("compute_reward") or not callable(self._ask("compute_reward")):
+            raise T3DError(f"--relabel asks {self.name} what other goals are worth, and it has no compute_reward().")
+        self._ends = self.env.has_wrapper_attr("compute_terminated")
         self._where: dict[str, slice] = {}
         end = 0
-        for name, part in space.spaces.items():  # in the order in which gymnasium.spaces.flatten lays them out
-            begin, end = end, end + spaces.flatdim(part)
+        for name, part in describe(space, self.name)["parts"].items():
+            begin, end = end, end + size(part)
             self._where[name] = slice(begin, end)
-        self._goal = space["desired_goal"]
         self.obs_dim = end
-        self.env = env
+        self._compared = False  # whether the task's own rewards were had again
+
+    def _ask(self, name: str) -> Any:
+        return self.env.get_wrapper_attr(name)
 
     def relabelled(self, rows: NDArray[np.float32], seed: int, counter: int) -> NDArray[np.float32]:
         """The rows (L, W) of an episode with other goals: (L · K, W). `counter` tells the seed's episodes apart."""
+        if not self._compared:
+            self._compare(rows)
+            self._compared = True
         length = len(rows)
         bits = rng.bits32(torch.tensor([seed]), Purpose.RELABELLING, counter, (length, self.count))[0].numpy()
         now = np.arange(length)[:, None]
         later = (now + (bits * (length - now) >> 32)).reshape(-1)  # (L · K,)
         new = np.repeat(rows, self.count, 0)
-        begin_next = rows.shape[1] - 3 - self.obs_dim
-        obs, next_obs = new[:, : self.obs_dim], new[:, begin_next:-3]
-        goals = rows[later, begin_next:-3][:, self._where["achieved_goal"]]
+        obs, next_obs = self._parts_of(new)
+        goals = self._parts_of(rows)[1][later][:, self._where["achieved_goal"]]
         obs[:, self._where["desired_goal"]] = next_obs[:, self._where["desired_goal"]] = goals
-        achieved = next_obs[:, self._where["achieved_goal"]]
-        for row, reached, goal in zip(new, achieved, goals, strict=True):
-            pair = self._shaped(reached), self._shaped(goal)
-            row[-3] = float(self._task.compute_reward(*pair, {}))
-            if hasattr(self._task, "compute_terminated"):
-                row[-2] = float(self._task.compute_terminated(*pair, {}))
-        if not np.isfinite(new).all():
-            raise T3DError(
-                "compute_reward() gave a reward that is not a finite number; nothing can be learned from that."
-            )
+        for row, reached, goal in zip(new, next_obs[:, self._where["achieved_goal"]], goals, strict=True):
+            row[-3] = self._worth("compute_reward", reached, goal)
+            if self._ends:
+                row[-2] = self._worth("compute_terminated", reached, goal)
         return new
 
-    def _shaped(self, goal: NDArray[np.float32]) -> Any:
-        """A goal as the task knows it."""
-        return spaces.unflatten(self._goal, goal)
+    def _parts_of(self, rows: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Observations and next observations, as views."""
+        return rows[:, : self.obs_dim], rows[:, rows.shape[1] - 3 - self.obs_dim : -3]
+
+    def _compare(self, rows: NDArray[np.float32]) -> None:
+        """Where the task's own goals are not worth what its steps said, other goals' rewards would be wrong too."""
+        obs, next_obs = self._parts_of(rows)
+        for row, reached, goal in zip(
+            rows, next_obs[:, self._where["achieved_goal"]], obs[:, self._where["desired_goal"]], strict=True
+        ):
+            again = self._worth("compute_reward", reached, goal)
+            if not np.isclose(again, row[-3], rtol=1e-3, atol=1e-4):
+                raise T3DError(
+                    f"--relabel: a step of {self.name} was worth {row[-3]:g}, and its compute_reward() says {again:g}"
+                    " for the same goal: rewards of other goals would be wrong."
+                )
+
+    def _worth(self, name: str, reached: NDArray[np.float32], goal: NDArray[np.float32]) -> float:
+        shape, dtype = self._goal.shape, self._goal.dtype
+        try:
+            given = np.asarray(
+                self._ask(name)(reached.reshape(shape).astype(dtype), goal.reshape(shape).astype(dtype), {})
+            )
+        except Exception as problem:
+            raise T3DError(f"{self.name}: {name}() raised {said(problem)}") from problem
+        if given.size != 1 or given.dtype.kind not in "biuf" or not np.isfinite(given).all():
+            raise T3DError(f"{self.name}: {name}() gave {given!r}, which is not a finite number.")
+        return float(given.reshape(()))
+
+    def close(self) -> None:
+        self.env.close()

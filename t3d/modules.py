@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, grad, vmap
 
 from t3d import rng
 from t3d.errors import T3DError
@@ -34,7 +34,7 @@ class Network:
     def __init__(self, init: Init, apply: Apply, name: str | None = None) -> None:
         self.name = name or getattr(init, "__name__", "network")
         self._init, self._apply = init, apply
-        self._shapes: dict[tuple[str, int], torch.Size] = {}
+        self._shapes: dict[Sizes, dict[str, torch.Size]] = {}  # of each tensor, by the sizes of all
 
     def init(
         self, seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype
@@ -53,27 +53,32 @@ class Network:
         made = self._init(tuple(sizes), torch.Generator().manual_seed(seed))
         if not isinstance(made, dict) or not made or not all(isinstance(tensor, Tensor) for tensor in made.values()):
             raise T3DError(f"{self.name}: init must give a dictionary of tensors; it gave {type(made).__name__}.")
-        for name, tensor in made.items():
-            before = self._shapes.setdefault((name, tensor.numel()), tensor.shape)
-            if before != tensor.shape:
-                raise T3DError(
-                    f"{self.name}: the tensor '{name}' is {tuple(before)} in one network and {tuple(tensor.shape)} in"
-                    " another, and both have the same size: give them different names."
-                )
         flat = {name: tensor.detach().to(dtype).reshape(1, -1) for name, tensor in made.items()}
+        shapes = {name: tensor.shape for name, tensor in made.items()}
+        if self._shapes.setdefault(_sizes(flat), shapes) != shapes:
+            raise T3DError(f"{self.name}: two networks whose tensors have the same sizes must have the same shapes.")
         self._check(flat, sizes, dtype)
         return flat
 
     def _check(self, flat: Parameters, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        with torch.no_grad():
-            out = self._single(flat, torch.zeros(3, sizes[0], dtype=dtype))
-        if out.shape != (3, sizes[-1]):
+        """Once as in training, so that what does not work there is said now."""
+
+        def total(parameters: Parameters) -> tuple[Tensor, Tensor]:
+            out = self.apply(parameters, torch.zeros(1, 3, sizes[0], dtype=dtype))
+            return out.sum(), out
+
+        try:
+            _, out = grad(total, has_aux=True)({name: tensor[None] for name, tensor in flat.items()})
+        except Exception as error:
+            raise T3DError(f"{self.name}: apply does not work for many seeds at once ({error}).") from error
+        if out.shape != (1, 3, sizes[-1]):
             raise T3DError(
-                f"{self.name}: apply must give (batch, {sizes[-1]}); for a batch of 3 it gave {tuple(out.shape)}."
+                f"{self.name}: apply must give (batch, {sizes[-1]}); for a batch of 3 it gave {tuple(out.shape[1:])}."
             )
 
     def _single(self, flat: Parameters, x: Tensor) -> Tensor:
-        return self._apply({name: t.reshape(self._shapes[name, t.numel()]) for name, t in flat.items()}, x)
+        shapes = self._shapes[_sizes(flat)]
+        return self._apply({name: tensor.reshape(shapes[name]) for name, tensor in flat.items()}, x)
 
     def apply(self, parameters: Parameters, x: Tensor) -> Tensor:
         """Every seed's network, and with twins both, on x (S, B, inputs)."""
@@ -81,6 +86,13 @@ class Network:
         twins = any_of(parameters).dim() == 4
         out: Tensor = vmap(every_seed, (0, None))(parameters, x) if twins else every_seed(parameters, x)
         return out
+
+
+Sizes = tuple[tuple[str, int], ...]
+
+
+def _sizes(flat: Parameters) -> Sizes:
+    return tuple(sorted((name, tensor.shape[-1]) for name, tensor in flat.items()))
 
 
 def from_module(make: Callable[[int, int], nn.Module]) -> Network:
@@ -91,7 +103,10 @@ def from_module(make: Callable[[int, int], nn.Module]) -> Network:
     def init(sizes: tuple[int, ...], generator: torch.Generator) -> Parameters:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
-            module = make(sizes[0], sizes[-1])
+            try:
+                module = make(sizes[0], sizes[-1])
+            except TypeError as error:
+                raise T3DError(f"{name} cannot be made from the numbers of inputs and outputs ({error}).") from error
         if not isinstance(module, nn.Module):
             raise T3DError(f"{name}(inputs, outputs) gave a {type(module).__name__}, not an nn.Module.")
         if any(True for _ in module.buffers()):
@@ -115,6 +130,8 @@ def as_network(given: Any) -> Network | None:
     """What a user handed over as a network."""
     if given is None or isinstance(given, Network):
         return given
+    if isinstance(given, nn.Module):
+        raise T3DError("this is one module, and many are needed: give its class, or a function that makes one.")
     if callable(given):
         return from_module(given)
     raise T3DError(f"a network is t3d.Network(init, apply) or something that makes an nn.Module, not {given!r}.")

@@ -10,8 +10,9 @@ so a layer is `x @ w + b` whatever stands in front. obs (S, B, O), action (S, B,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +25,12 @@ Parameters = dict[str, Tensor]
 
 def actor(parameters: Parameters, obs: Tensor, limit: float = 1.0) -> Tensor:
     """[step 2] a = limit · tanh(MLP(s)), so that every action is within its bounds."""
-    return limit * torch.tanh(perceptron(parameters, obs))
+    return limit * torch.tanh(current().apply(parameters, obs))
 
 
 def critic(parameters: Parameters, obs: Tensor, action: Tensor) -> Tensor:
     """[step 3] q = MLP(s, a); with twin parameters both critics at once, q[0] and q[1]."""
-    return perceptron(parameters, torch.cat([obs, action], -1)).squeeze(-1)
+    return current().apply(parameters, torch.cat([obs, action], -1)).squeeze(-1)
 
 
 def first(parameters: Parameters) -> Parameters:
@@ -56,13 +57,9 @@ def mlp(parameters: Parameters, x: Tensor) -> Tensor:
         return x @ parameters[f"w{last}"] + parameters[f"b{last}"]
 
 
-# What actor and critics are computed with: `mlp`, or for a while something of the same meaning.
-perceptron: Callable[[Parameters, Tensor], Tensor] = mlp
-
-
 def init_actor(seeds: Tensor, obs_dim: int, action_dim: int, hidden: Sequence[int], dtype: torch.dtype) -> Parameters:
     """[step 2] The actor's first weights, for each seed its own."""
-    weights = init_perceptron(seeds, Purpose.ACTOR_WEIGHTS, 1, (obs_dim, *hidden, action_dim), dtype)
+    weights = current().init(seeds, Purpose.ACTOR_WEIGHTS, 1, (obs_dim, *hidden, action_dim), dtype)
     return {name: tensor[0].clone() for name, tensor in weights.items()}
 
 
@@ -79,7 +76,7 @@ def init_critic(
 
     With `normalized`, hidden layers have gains of one and shifts of zero too.
     """
-    weights = init_perceptron(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
+    weights = current().init(seeds, Purpose.CRITIC_WEIGHTS, twins, (obs_dim + action_dim, *hidden, 1), dtype)
     for layer in range(1, len(hidden) + 1) if normalized else ():
         weights[f"gain{layer}"] = torch.ones_like(weights[f"b{layer}"])
         weights[f"shift{layer}"] = torch.zeros_like(weights[f"b{layer}"])
@@ -97,27 +94,36 @@ def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int],
     return parameters
 
 
-# The first weights of what `perceptron` computes.
-init_perceptron: Callable[[Tensor, Purpose, int, Sequence[int], torch.dtype], Parameters] = init_mlp
+class Network(Protocol):
+    """A pair of functions: first weights for every copy and seed, and what they make of x (S, B, in)."""
+
+    @property
+    def init(self) -> Callable[[Tensor, Purpose, int, Sequence[int], torch.dtype], Parameters]: ...
+    @property
+    def apply(self) -> Callable[[Parameters, Tensor], Tensor]: ...
 
 
-class Pair(Protocol):
-    """A network: first weights for every copy and seed, and what they make of x (S, B, in)."""
+class Pair(NamedTuple):
+    """Such a pair."""
 
-    def init(
-        self, seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype
-    ) -> Parameters: ...
-    def apply(self, parameters: Parameters, x: Tensor) -> Tensor: ...
+    init: Callable[[Tensor, Purpose, int, Sequence[int], torch.dtype], Parameters]
+    apply: Callable[[Parameters, Tensor], Tensor]
+
+
+PERCEPTRON = Pair(init_mlp, mlp)
+_current: ContextVar[Network] = ContextVar("network", default=PERCEPTRON)
+
+
+def current() -> Network:
+    """What actor and critics are made of: perceptrons, unless something else is in use."""
+    return _current.get()
 
 
 @contextmanager
-def using(pair: Pair | None) -> Iterator[None]:
-    """Actor and critics are made of another network inside, if one is given."""
-    global perceptron, init_perceptron
-    before = perceptron, init_perceptron
-    if pair is not None:
-        perceptron, init_perceptron = pair.apply, pair.init
+def using(network: Network | None) -> Iterator[None]:
+    """Inside, actor and critics are made of this network, or of perceptrons if it is none; in this thread alone."""
+    before = _current.set(network or PERCEPTRON)
     try:
         yield
     finally:
-        perceptron, init_perceptron = before
+        _current.reset(before)

@@ -51,7 +51,7 @@ class Policy:
     """`policy(obs)` -> the noise-free action for one observation, or for a batch of them."""
 
     def __init__(
-        self, parameters: Parameters, card: Card, lens: Lens | None = None, network: networks.Pair | None = None
+        self, parameters: Parameters, card: Card, lens: Lens | None = None, network: networks.Network | None = None
     ) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
         self.network = network  # if it is one of the user's own
@@ -70,7 +70,8 @@ class Policy:
         layout = self.card.layout
         shape = tuple(layout["shape"]) if layout["kind"] == "array" else (size(layout),)  # of parts: or flat already
         try:
-            if layout["kind"] != "array" and not isinstance(obs, np.ndarray):
+            flat = isinstance(obs, np.ndarray) and (layout["kind"] != "choice" or obs.shape != tuple(layout["shape"]))
+            if layout["kind"] != "array" and not flat:
                 obs = flatten(layout, obs)
             array = np.asarray(obs, dtype=np.float32)
         except (TypeError, ValueError) as error:
@@ -112,7 +113,7 @@ def read_policy(path: Path, network: Network | None = None) -> Policy:
         weights = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
         parameters = _from_layers(weights, sizes) if own is None else _from_own(weights, own, sizes)
         policy = Policy(parameters, card, _lens_of(layers, sizes[0]), own)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
         raise T3DError(f"{path} holds weights that are not finite numbers.")
@@ -168,6 +169,8 @@ def _from_own(layers: dict[str, Tensor], network: Network, sizes: list[int]) -> 
     fresh = network.init(torch.tensor([0]), Purpose.ACTOR_WEIGHTS, 1, sizes, torch.float32)
     if {f"own.{name}": tensor.numel() for name, tensor in fresh.items()} != {k: t.numel() for k, t in layers.items()}:
         raise ValueError(f"its tensors are not those of {network.name}")
+    if any(tensor.dtype != torch.float32 for tensor in layers.values()):
+        raise ValueError("its tensors are not in float32")
     return {name: layers[f"own.{name}"].reshape(1, 1, -1) for name in fresh}
 
 

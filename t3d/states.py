@@ -21,7 +21,7 @@ from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.goals import Goals
 from t3d.limits import refuse_oversize
-from t3d.replay import NStep, Replay, row_width
+from t3d.replay import NStep, Replay, out_of_row, row_width
 from t3d.rng import Purpose
 from t3d.steps import Agent, init_agent
 
@@ -53,6 +53,12 @@ class State:
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
+
+    def close(self) -> None:
+        """Let go of the environments."""
+        self.envs.close()
+        if self.goals is not None:
+            self.goals.close()
 
 
 def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
@@ -181,12 +187,29 @@ def played_again(
     return same
 
 
+def relabel(state: State, k: int, i: int) -> None:
+    """[step 1] Store the rows of an episode that ended again, with goals that it reached, if they are to be."""
+    length = int(state.episode_length[k, i])
+    if state.goals is None or not length:
+        return
+    counter = state.step * state.episode_length.shape[1] + i
+    rows = state.goals.relabelled(state.history[k, i, :length], state.seeds[k], counter)
+    if len(rows) > state.memory.capacity:
+        raise T3DError(
+            f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --relabel"
+            f" {state.goals.count}."
+        )
+    state.memory.seed(k).add_rows(out_of_row(rows[None], state.memory.obs_dim))
+
+
 def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float32]) -> None:
     """End episodes that cannot be gone on with as if a time limit had: what came before them is kept."""
     no = np.zeros(missed.shape, bool)
     nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
     rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
     state.memory.add_rows(rows)
+    for k, i in np.argwhere(missed):
+        relabel(state, k, i)
     state.obs = obs
     for of_episode in (state.episode_return, state.episode_length, state.played, state.history):
         of_episode[missed] = 0

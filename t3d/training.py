@@ -22,14 +22,12 @@ from t3d.accelerate import Verbs
 from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
-from t3d.errors import T3DError
 from t3d.evaluation import Evaluation, Evaluator
-from t3d.goals import Goals
 from t3d.policy import Card, Policy
-from t3d.replay import into_row, out_of_row
+from t3d.replay import into_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
-from t3d.states import METRICS, State, saved
+from t3d.states import METRICS, State, relabel, saved
 from t3d.steps import is_delayed
 
 
@@ -71,6 +69,7 @@ def run(
             folder.record(rows)
         if test and not stop():
             paused = time.perf_counter()
+            verbs.flush()
             evaluate(state, evaluator, config, folder, display, stop)
             marked += time.perf_counter() - paused
         if stop() or last:
@@ -159,8 +158,9 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
         rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
         if config.update_after == "episode":
             state.earned[k] += length
-        if state.goals is not None and length:
-            relabel(state, state.goals, k, i, length, verbs)
+        if state.goals is not None:
+            verbs.flush()  # what came before goes in before
+            relabel(state, k, i)
     if config.update_after == "step":
         state.earned[:] = max(0, state.step - config.random_steps)
     for of_episode in (state.episode_return, state.episode_length, state.played, state.history) if len(rows) else ():
@@ -177,19 +177,6 @@ def _noted(kept: NDArray[np.float32], length: NDArray[np.int64], new: NDArray[np
     count, dim = length.size, new.shape[2]
     kept.reshape(count, -1, dim)[np.arange(count), length.reshape(count)] = new.reshape(count, dim)
     return kept
-
-
-def relabel(state: State, goals: Goals, k: int, i: int, length: int, verbs: Verbs) -> None:
-    """[step 1] Store an episode's rows again, with goals that it reached."""
-    counter = state.step * state.episode_length.shape[1] + i
-    rows = goals.relabelled(state.history[k, i, :length], state.seeds[k], counter)
-    if len(rows) > state.memory.capacity:
-        raise T3DError(
-            f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --relabel"
-            f" {goals.count}."
-        )
-    verbs.flush()  # what came before goes in before
-    state.memory.seed(k).add_rows(out_of_row(rows[None], state.memory.obs_dim))
 
 
 def learn_owed(state: State, config: Config, verbs: Verbs, stop: Callable[[], bool] = lambda: False) -> None:

@@ -86,6 +86,43 @@ def test_what_cannot_be_relabelled_is_said(tmp_path):
         t3d.train(Reach, 100, out=tmp_path / "run", relabel=4, buffer_size=40, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("compute_reward", "sentence"),
+    [
+        (
+            lambda self, achieved, desired, info: 5.0,
+            r"was worth -?\d, and its compute_reward\(\) says 5 for the same goal",
+        ),
+        (lambda self, achieved, desired, info: 1 / 0, r"Task: compute_reward\(\) raised ZeroDivisionError"),
+        (
+            lambda self, achieved, desired, info: None,
+            r"compute_reward\(\) gave array\(None.*which is not a finite number",
+        ),
+    ],
+)
+def test_rewards_that_cannot_be_had_again_are_refused(compute_reward, sentence, tmp_path):
+    class Task(Reach):
+        def step(self, action):
+            obs, _, *rest = super().step(action)
+            return obs, Reach.compute_reward(self, self.at, self.goal, {}), *rest
+
+    def relabelled_reward(self, achieved, desired, info):
+        return compute_reward(self, achieved, desired, info) if not hasattr(self, "time") else 0.0  # to relabel
+
+    Task.compute_reward = relabelled_reward
+    with pytest.raises(t3d.T3DError, match=sentence):
+        t3d.train(Task, 100, out=tmp_path / "run", relabel=4, progress=False, hidden=(8, 8), eval_episodes=1)
+
+
+def test_what_was_reached_before_a_cut_is_relabelled_too():
+    state, config, verbs = begin(relabel=2)
+    for _ in range(4):
+        training.turn(state, config, verbs)
+    before = state.memory.stored.copy()
+    states.cut_episodes(state, np.array([[True], [False]]), state.obs)
+    assert (state.memory.stored - before).tolist() == [4 * 2, 0] and state.episode_length.tolist() == [[0], [4]]
+
+
 def learned(count, seeds, steps, folder):
     """The share of steps at the goal, in the last evaluation."""
     knobs = {"hidden": (64, 64), "batch_size": 64, "random_steps": 500, "eval_every": steps, "eval_episodes": 20}

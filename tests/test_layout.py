@@ -9,6 +9,8 @@ from gymnasium import spaces
 from scripted import Reach
 
 import t3d
+from t3d.envs import open_source
+from t3d.envs.exact import first_difference
 from t3d.layout import check, describe, flatten, size
 
 BOX = spaces.Box(-1, 1, (2, 3), np.float64)
@@ -78,6 +80,28 @@ class Mixed(gymnasium.Wrapper):
     def step(self, action):
         obs, *rest = self.env.step(action)
         return self._seen(obs), *rest
+
+
+class Coded(Mixed):
+    """And one that shows nothing but choices."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.MultiDiscrete([3, 3])
+
+    def _seen(self, obs):
+        return np.round(obs[:2] + 1).astype(int)
+
+
+def test_a_policy_takes_choices(tmp_path):
+    knobs = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "progress": False}
+    policy = t3d.load(t3d.train(Coded, 250, out=tmp_path / "run", **knobs))
+    assert (policy(np.array([2, 0])) == policy(np.array([0, 0, 1, 1, 0, 0]))).all()
+
+
+def test_a_dict_can_be_compared_with_gymnasium():
+    difference, _ = first_difference(open_source(Mixed), 20)
+    assert difference == ""
 
 
 def test_a_policy_takes_what_its_environment_shows(tmp_path):

@@ -1,5 +1,6 @@
 """Networks of one's own: a pair of functions or an nn.Module, trained, saved, loaded and resumed."""
 
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -97,6 +98,31 @@ def test_it_is_trained_saved_loaded_and_resumed(network, tmp_path):
     assert rows[0] == rows[1]
 
 
+def test_a_network_is_in_use_where_it_was_said_and_nowhere_else():
+    pair, seen = t3d.Network(init, apply), {}
+
+    def elsewhere():
+        seen["elsewhere"] = networks.current()
+
+    with networks.using(pair):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        with networks.using(None):  # a policy of the package's, used by somebody inside
+            seen["inside"] = networks.current()
+        seen["after"] = networks.current()
+    assert seen == {"elsewhere": networks.PERCEPTRON, "inside": networks.PERCEPTRON, "after": pair}
+    assert networks.current() is networks.PERCEPTRON
+
+
+def test_one_network_serves_several_sizes():
+    pair = t3d.Network(init, apply)
+    for hidden in ((16, 8), (8, 16)):
+        with networks.using(pair):
+            agent = init_agent(torch.tensor([1]), 3, 2, hidden)
+            assert networks.actor(agent.actor, torch.zeros(1, 5, 3)).shape == (1, 5, 2)
+
+
 def test_what_is_no_network_is_said(tmp_path):
     def train(network):
         t3d.train("Pendulum-v1", 300, out=tmp_path / "run", network=network, **KNOBS)
@@ -111,4 +137,12 @@ def test_what_is_no_network_is_said(tmp_path):
         train(lambda inputs, outputs: nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs)))
     with pytest.raises(t3d.T3DError, match="critic-norm is for the networks of the package"):
         t3d.train("Pendulum-v1", 300, out=tmp_path / "run", network=Module, critic_norm="layer", **KNOBS)
+    with pytest.raises(t3d.T3DError, match="this is one module, and many are needed"):
+        train(nn.Linear(3, 1))
+    with pytest.raises(t3d.T3DError, match="cannot be made from the numbers of inputs and outputs"):
+        train(nn.Identity().__class__.__call__)
+    with pytest.raises(t3d.T3DError, match="apply does not work for many seeds at once"):
+        train(t3d.Network(init, lambda parameters, x: apply(parameters, nn.functional.dropout(x))))
+    with pytest.raises(t3d.T3DError, match="would round the values of a network of your own"):
+        t3d.train("Pendulum-v1", 300, out=tmp_path / "run", network=Module, precision="bf16", **KNOBS)
     assert not (tmp_path / "run").exists()

@@ -135,7 +135,7 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
         with shapes:
             graph = make_fx(flat)(*empty)
         # What was compiled for other kernels must not be found in the cache.
-        source = inspect.getsource(sys.modules[networks.perceptron.__module__])
+        source = inspect.getsource(sys.modules[networks.current().apply.__module__])
         tag = hashlib.sha256(source.encode()).hexdigest()
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             call: Any = compile_fx(graph, empty, config_patches=known)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,9 @@ class Recorded:
         player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
         def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
-            with _networks_of(perceptron("fp32" if config.precision == "bf16" else config.precision)):
+            with computed_by(perceptron("fp32" if config.precision == "bf16" else config.precision)):
                 play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
-            with _networks_of(perceptron(config.precision)):
+            with computed_by(perceptron(config.precision)):
                 critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
                 everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
             with _undone(whole):  # once for real: the first time is done in another way than ever after
@@ -180,9 +180,9 @@ def _undone(to: Learner) -> Iterator[None]:
 
 def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
     """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
-    own = networks.perceptron
-    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own}
-    if own is not networks.mlp:
+    own = networks.current()
+    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own.apply}
+    if own is not networks.PERCEPTRON:
         return plain
     try:
         from t3d import kernels
@@ -204,10 +204,6 @@ def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> A
     raise CannotCompile(reason)
 
 
-@contextmanager
-def _networks_of(perceptron: Perceptron) -> Iterator[None]:
-    networks.perceptron, before = perceptron, networks.perceptron
-    try:
-        yield
-    finally:
-        networks.perceptron = before
+def computed_by(perceptron: Perceptron) -> AbstractContextManager[None]:
+    """The networks in use, computed in another way of the same meaning."""
+    return networks.using(networks.Pair(networks.current().init, perceptron))

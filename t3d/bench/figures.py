@@ -42,7 +42,7 @@ def curves(results: Sequence["Result"]) -> Figure:
         paper = PAPER.get(result.task)
         if paper is not None:
             ax.axhline(paper.best, color="#b23a48", linestyle="--", linewidth=1.2)
-            ax.annotate("TD3 paper", (0.02, paper.best), xycoords=("axes fraction", "data"), color="#b23a48",
+            ax.annotate("TD3 paper, 1M steps", (0.02, paper.best), xycoords=("axes fraction", "data"), color="#b23a48",
                         fontsize="x-small", va="bottom")  # fmt: skip
         _finish(ax, result.env)
     return figure
@@ -55,7 +55,7 @@ def variants(results: Sequence["Result"]) -> Figure:
     for ax, env in zip(axes, envs, strict=True):
         for result in (result for result in results if result.env == env):
             colour, mean = COLOURS[result.variant], result.curves.mean(0)
-            error = result.curves.std(0) / np.sqrt(len(result.curves))
+            error = result.curves.std(0, ddof=1) / np.sqrt(len(result.curves))
             ax.plot(result.steps, mean, color=colour, linewidth=1.6, label=result.variant)
             ax.fill_between(result.steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
         _finish(ax, env)

@@ -53,7 +53,8 @@ def _trained(task: Task, seeds: int, knobs: dict[str, Any], runs: Path, progress
         _refuse_other(Run.open(folder), seeds, given)
         run = api.resume(folder, progress=progress)
     else:
-        given.setdefault("precision", "tf32" if torch.cuda.is_available() and knobs.get("device") != "cpu" else "fp32")
+        fast = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+        given.setdefault("precision", "tf32" if fast and knobs.get("device") != "cpu" else "fp32")
         run = api.train(task.env, seeds=seeds, out=folder, preset=task.preset, progress=progress, **given)
     return run, clock.seconds()
 
@@ -61,10 +62,11 @@ def _trained(task: Task, seeds: int, knobs: dict[str, Any], runs: Path, progress
 def _refuse_other(run: Run, seeds: int, given: dict[str, Any]) -> None:
     """A run that was begun with other settings is not the one that was asked for."""
     asked = {"seeds": list(range(seeds)), **given}
+    asked.pop("accelerate", None)  # where nothing can be compiled it is another
     for name, value in asked.items():
-        if value != "auto" and run.config[name] != value:
+        if value != "auto" and run.config.get(name) != value:
             raise T3DError(
-                f"{run.path} was begun with {name} {run.config[name]}, and now it is {value}:"
+                f"{run.path} was begun with {name} {run.config.get(name)}, and now it is {value}:"
                 " finish it as it was begun, give another --runs, or remove the folder."
             )
 
@@ -74,8 +76,10 @@ class Clock:
 
     def __init__(self, path: Path, sign_of_life: Path) -> None:
         self._path = path
-        self._turns: list[list[float]] = files.read_json(path)["turns"] if path.exists() else []
-        if self._turns and sign_of_life.exists():
+        # Without a sign of life there is no run, or not any more.
+        known = path.exists() and sign_of_life.exists()
+        self._turns: list[list[float]] = files.read_json(path).get("turns", []) if known else []
+        if self._turns:
             self._turns[-1][1] = max(self._turns[-1][0], sign_of_life.stat().st_mtime)
         now = time.time()
         self._turns.append([now, now])

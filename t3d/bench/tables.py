@@ -24,6 +24,7 @@ class Result:
     """A raw file, read."""
 
     name: str
+    suite: str
     env: str
     variant: str
     steps: list[int]
@@ -61,6 +62,7 @@ def read_result(path: Path) -> Result:
         pair = [np.array(values[name], float) for name in ("expected", "came") if name in values]
         result = Result(
             name=path.stem,
+            suite=values["suite"],
             env=values["env"],
             variant=values["variant"],
             steps=values["steps"],
@@ -75,8 +77,10 @@ def read_result(path: Path) -> Result:
         )
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise T3DError(f"{path} is not a file of t3d bench returns ({type(error).__name__}: {error}).") from error
-    if result.curves.shape[1] != len(result.steps):
+    if result.curves.shape[1] != len(result.steps) or not result.steps:
         raise T3DError(f"{path} has {len(result.steps)} steps and {result.curves.shape[1]} evaluations.")
+    if not np.isfinite(result.curves).all() or result.variant not in ("", *ABLATION):
+        raise T3DError(f"{path} holds returns that are not finite numbers, or a variant that there is not.")
     return result
 
 
@@ -84,8 +88,8 @@ def read_result(path: Path) -> Result:
 
 
 def returns_table(results: Sequence[Result]) -> Rows:
-    """Each task once: highest mean, end, last ten, and what the paper has."""
-    with_paper = any(result.task in PAPER and not result.variant for result in results)
+    """Each task once: highest mean, end, last ten, and beside a suite as long as the paper's what the paper has."""
+    with_paper = any(result.suite == "paper" for result in results)
     head = ("task", "seeds", "highest mean ± sd", "at the end", "last ten", "IQM of the last ten, 95 %")
     rows: Rows = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
     for result in results:
@@ -123,7 +127,7 @@ def overall(results: Sequence[Result]) -> str | None:
     """The interquartile mean over all tasks and seeds, where an untrained policy is 0 and the paper's TD3 is 1."""
     groups = []
     for result in results:
-        if result.task in PAPER and not result.variant:
+        if result.suite == "paper" and result.task in PAPER:
             untrained = result.curves[:, 0].mean()
             groups.append((last_mean(result.curves) - untrained) / (PAPER[result.task].last - untrained))
     if len(groups) < 2:

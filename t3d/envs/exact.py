@@ -1,9 +1,13 @@
 """Is the path that a task takes the same as `gymnasium.make`, bit for bit, on this machine and with these versions?"""
 
+from typing import Any
+
 import gymnasium
 import numpy as np
+from numpy.typing import NDArray
 
 from t3d.envs.source import Source
+from t3d.layout import Layout, flatten
 
 
 def first_difference(source: Source, steps: int, count: int = 3) -> tuple[str, int]:
@@ -12,7 +16,7 @@ def first_difference(source: Source, steps: int, count: int = 3) -> tuple[str, i
     theirs, episodes, ends = [source.one() for _ in range(count)], [0] * count, 0
     try:
         obs = envs.reset()
-        if not all(_same(obs[i], env.reset(seed=_episode_seed(i, 0))[0]) for i, env in enumerate(theirs)):
+        if not all(_same(obs[i], env.reset(seed=_episode_seed(i, 0))[0], envs.layout) for i, env in enumerate(theirs)):
             return "the first observation", ends
         draw = np.random.default_rng(0)
         for step in range(1, steps + 1):
@@ -20,12 +24,12 @@ def first_difference(source: Source, steps: int, count: int = 3) -> tuple[str, i
             moved, played = envs.step(actions), envs.actions.to_env(actions)
             for i, env in enumerate(theirs):
                 last, reward, terminated, truncated, _ = env.step(played[i])
-                same = _same(moved.final_obs[i], last) and moved.reward[i] == reward
+                same = _same(moved.final_obs[i], last, envs.layout) and moved.reward[i] == reward
                 same &= moved.terminated[i] == terminated and moved.truncated[i] == truncated
                 if terminated or truncated:
                     ends, episodes[i] = ends + 1, episodes[i] + 1
                     last, _ = env.reset(seed=_episode_seed(i, episodes[i]))
-                if not (same and _same(moved.obs[i], last)):
+                if not (same and _same(moved.obs[i], last, envs.layout)):
                     return f"step {step} of environment {i}", ends
         return "", ends
     finally:
@@ -38,8 +42,8 @@ def _episode_seed(env: int, episode: int) -> int:
     return 1000 * env + episode
 
 
-def _same(row: object, obs: object) -> bool:
-    return np.array_equal(np.asarray(row), np.asarray(obs).astype(np.float32).reshape(-1))
+def _same(row: NDArray[np.float32], obs: Any, layout: Layout) -> bool:
+    return np.array_equal(row, flatten(layout, obs).astype(np.float32))
 
 
 def mujoco_tasks() -> list[str]:

@@ -129,9 +129,15 @@ class GymBatch:
 
 def observable(space: spaces.Space[Any], name: str) -> Layout:
     """How its observations are laid out, if they can be learned from."""
-    if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
-        raise T3DError(f"{name} shows images {space.shape}; only vectors of numbers can be learned from yet.")
+    for part in space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", ()):
+        refuse_images(part, name)
+    refuse_images(space, name)
     layout = describe(space, name)
     if size(layout) == 0:
         raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
     return layout
+
+
+def refuse_images(space: spaces.Space[Any], name: str) -> None:
+    if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
+        raise T3DError(f"{name} shows images {space.shape}; only vectors of numbers can be learned from yet.")

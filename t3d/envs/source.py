@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -56,7 +57,7 @@ class Source:
     def _full(self) -> str | Maker:
         """With the module that registers it, where that goes without saying."""
         for pattern, module in SUITES.items():
-            if isinstance(self.env, str) and re.fullmatch(pattern, self.env):
+            if isinstance(self.env, str) and re.fullmatch(pattern, self.env) and self.env not in gymnasium.registry:
                 return f"{module}:{self.env}"
         return self.env
 
@@ -78,6 +79,7 @@ class Source:
         except ModuleNotFoundError as problem:
             missing = problem.name or str(self._full).rpartition(":")[0]
             how = f" It comes with pip install 't3d[{EXTRAS[missing]}]'." if missing in EXTRAS else ""
+            how += " PyBullet is for Python 3.11." if "bullet" in missing and sys.version_info >= (3, 12) else ""
             raise T3DError(f"{self.name}: there is no module {missing} to import.{how}") from problem
         except error.DependencyNotInstalled as problem:
             how = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)

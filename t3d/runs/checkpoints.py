@@ -30,7 +30,7 @@ from t3d.errors import T3DError
 from t3d.replay import Replay
 from t3d.runs.parity import mended, parity
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
 PARITY = ".parity"  # behind a segment's name
 MOST_SEGMENTS = 64  # then the older half is put together into one
