@@ -36,7 +36,7 @@ def explore(agent: Agent, obs: Tensor, step: Tensor | int, noise: float, lens: L
 
 def draw(agent: Agent, batch_size: int, action_dim: int) -> tuple[Tensor, Tensor]:
     """The random numbers that belong to the next update of each seed: `bits` (S, B) and `noise` (S, B, A)."""
-    bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (batch_size,))
+    bits = rng.halves(agent.seeds, Purpose.SAMPLING, agent.updates, (batch_size,))
     shape, dtype = (batch_size, action_dim), networks.any_of(agent.actor).dtype
     return bits, rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
 

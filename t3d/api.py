@@ -97,14 +97,18 @@ def start(
     if network is not None and config.precision == "bf16":
         raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
     display = Display(config.steps, seeds, quiet=not progress)
-    with hardware(config.threads, config.precision), networks.using(network):
-        state = states.begin(source, seeds, config)
-        state.network = None if network is None else network.name
-        with closing(state), closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator:
+    source = source.seen(config.pixels, config.frame_stack)
+    with hardware(config.threads, config.precision):
+        state = states.begin(source, seeds, config, network)
+        with (
+            closing(state),
+            networks.using(state.network),
+            closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator,
+        ):
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
             with run.lock():
-                run.begin({**training.describe(source, preset, seeds, config), "network": state.network})
+                run.begin(training.describe(source, preset, seeds, config, network))
                 display.say(headline(state, preset, config, run))
                 if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
@@ -142,12 +146,13 @@ def resume(
             )
         own = own_network(run.config.get("network"), network, f"{run.path}")
         source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
+        source = source.seen(config.pixels, config.frame_stack)
         display = Display(config.steps, run.seeds, quiet=not progress)
-        with hardware(config.threads, config.precision), networks.using(own):
-            state = states.begin(source, run.seeds, config)
-            state.network = run.config.get("network")
+        with hardware(config.threads, config.precision):
+            state = states.begin(source, run.seeds, config, own)
             with (
                 closing(state),
+                networks.using(state.network),
                 closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
                 closing(Checkpoints(run.path, training.about(config))) as checkpoints,
             ):
@@ -273,7 +278,12 @@ def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs,
 def headline(state: states.State, preset: str, config: Config, run: Run) -> str:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
     name, seeds, memory = state.envs.name, state.seeds, states.peak_memory(state)
-    network = f"network {state.network}" if state.network else f"networks {'-'.join(map(str, config.hidden))}"
+    network = f"networks {'-'.join(map(str, config.hidden))}"
+    if own := getattr(state.network, "name", None):
+        network = f"network {own}"
+    elif sight := state.envs.sight:
+        seen = f"{sight.stack} frame{'s' if sight.stack > 1 else ''} of {sight.height} x {sight.width}"
+        network = f"convolutions over {seen}, then {network}"
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"

@@ -24,7 +24,7 @@ from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, arg, subcomm
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
-from t3d import api, bench, training
+from t3d import api, bench, networks, training
 from t3d.accelerate import hardware
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
 from t3d.display import open_console
@@ -404,6 +404,7 @@ def played(
 ) -> dict[int, list[float]]:
     """The returns of each seed's policy, played in the shape that the run's own evaluations had."""
     source = open_source(run.config["env"], run.config["env_args"], allow_module)
+    source = source.seen(knobs.pixels, knobs.frame_stack)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
     device = "cuda" if knobs.device == "cuda" and torch.cuda.is_available() else "cpu"
@@ -414,6 +415,7 @@ def played(
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
     with (
         hardware(knobs.threads, knobs.precision),
+        networks.using(stand_in.network),
         closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
     ):
         if (

@@ -50,6 +50,14 @@ class Config(Knobs):
     """Rewards that a transition adds up before the value of what follows. [step 9]"""
     relabel: int = 0
     """Goal tasks: store each row so many times more, with goals that its episode reached later; 4 is usual. [step 1]"""
+    pixels: Annotated[int, arg(metavar="INT")] = 0
+    """Learn from pictures of the environment, so many pixels high and wide, not from its observations; 84 is usual."""
+    frame_stack: int = 3
+    """Frames that networks see at once, where observations are pictures. [step 4]"""
+    augment: Literal["on", "off"] = "on"
+    """Shift pictures by a few pixels at random when they are learned from. [step 4]"""
+    encoder: Literal["critic", "separate"] = "critic"
+    """Pictures: one eye that both critics train and the actor sees through, or one for each network. [steps 2, 3]"""
     num_envs: int = 1
     """Environments that each seed plays in at once; steps count in all of them."""
     workers: int = 0
@@ -124,6 +132,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "n_step": (1, 1000, True),
     "relabel": (0, 1000, True),
     "num_envs": (1, 100_000, True),
+    "pixels": (0, 4096, True),
+    "frame_stack": (1, 64, True),
     "reward_scale": (0, 1e6, False),
     "workers": (0, 1024, True),
     "stall_seconds": (0, 1e6, False),
@@ -213,6 +223,8 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
         )
     if config.relabel and config.n_step > 1:
         raise T3DError("--relabel needs --n-step 1: with another goal the rewards in between would be others too.")
+    if 0 < config.pixels < 8:
+        raise T3DError(f"--pixels {config.pixels}: pictures are at least 8 pixels high and wide.")
     if config.num_envs * config.n_step > config.buffer_size:
         raise T3DError(
             f"--buffer-size {config.buffer_size:,} does not hold what one step can bring:"

@@ -18,7 +18,7 @@ from t3d import rng
 from t3d.envs import Source
 from t3d.envs.slots import said
 from t3d.errors import T3DError
-from t3d.layout import describe, size
+from t3d.layout import describe, leaves, size
 from t3d.rng import Purpose
 
 PARTS = ("observation", "achieved_goal", "desired_goal")
@@ -39,6 +39,8 @@ class Goals:
             raise T3DError(f"--relabel: what {self.name} achieves and what it desires must be arrays of one shape.")
         if not self.env.has_wrapper_attr("compute_reward") or not callable(self._ask("compute_reward")):
             raise T3DError(f"--relabel asks {self.name} what other goals are worth, and it has no compute_reward().")
+        if any(leaf["kind"] == "picture" for leaf in leaves(describe(space, self.name))):
+            raise T3DError(f"--relabel reads goals in numbers; {self.name} has pictures.")
         self._ends = self.env.has_wrapper_attr("compute_terminated")
         self._where: dict[str, slice] = {}
         end = 0

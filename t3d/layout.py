@@ -3,10 +3,11 @@
 `describe` turns a Gymnasium space into plain JSON, which a policy keeps, and `flatten` lays out an observation of that
 space without asking Gymnasium. The order is that of `gymnasium.spaces.flatten`: the parts of a Dict in the order of the
 space (Gymnasium sorts the names of an ordinary dict), those of a Tuple one after another; arrays row by row; a Discrete
-number as one 1 among zeros.
+number as one 1 among zeros. Pictures (uint8, height × width × channels) are arrays too, known by their kind; where the
+channels come first they are put last.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from t3d.errors import T3DError
 
 Layout = dict[str, Any]
+SMALLEST = 8  # sides of a picture
 
 
 def describe(space: spaces.Space[Any], name: str) -> Layout:
@@ -25,6 +27,8 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
         return {"kind": "dict", "parts": {key: describe(part, name) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {"kind": "tuple", "parts": [describe(part, name) for part in space.spaces]}
+    if isinstance(space, spaces.Box) and _is_picture(space, name):
+        return {"kind": "picture", "shape": list(space.shape)}
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return {"kind": "array", "shape": list(space.shape)}
     if isinstance(space, spaces.Discrete):
@@ -35,9 +39,33 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
     raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a row of numbers.")
 
 
+def _is_picture(space: spaces.Box, name: str) -> bool:
+    """Bytes with two sides of at least `SMALLEST` pixels; what is smaller is a table of numbers."""
+    sides = sum(side >= SMALLEST for side in space.shape)
+    if space.dtype != np.uint8 or sides < 2:
+        return False
+    if len(space.shape) > 3 or (len(space.shape) == 3 and min(space.shape[:2]) < SMALLEST and not _first(space.shape)):
+        raise T3DError(
+            f"{name} shows pictures of shape {space.shape}; they must be (height, width, channels), one at a time:"
+            " --frame-stack puts several together."
+        )
+    return True
+
+
+def _first(shape: Sequence[int]) -> bool:
+    """Whether a picture's channels come first."""
+    return len(shape) == 3 and shape[0] < SMALLEST <= min(shape[1:])
+
+
+def picture_size(layout: Layout) -> tuple[int, int, int]:
+    """Height, width and channels of a picture."""
+    height, width, channels = [*layout["shape"], 1][:3]
+    return (width, channels, height) if _first(layout["shape"]) else (height, width, channels)
+
+
 def check(layout: Any) -> None:
     """Refuse what `describe` would not have written: it may come from anybody's file."""
-    kinds = {"dict": dict, "tuple": list, "array": list, "choice": list}
+    kinds = {"dict": dict, "tuple": list, "array": list, "picture": list, "choice": list}
     kind = layout.get("kind") if isinstance(layout, dict) else None
     if kind not in kinds:
         raise ValueError("layout is no description of an observation")
@@ -51,6 +79,8 @@ def check(layout: Any) -> None:
     numbers = [*parts, *layout.get("sizes", []), *layout.get("first", [])]
     if not all(type(number) is int for number in numbers) or any(number < 0 for number in parts):
         raise ValueError("layout: shapes and sizes must be whole numbers")
+    if kind == "picture" and len(parts) not in (2, 3):
+        raise ValueError("layout: a picture has two or three sides")
     if kind == "choice" and not len(layout["sizes"]) == len(layout["first"]) == prod(parts):
         raise ValueError("layout: there must be as many sizes and first numbers as choices")
 
@@ -59,7 +89,14 @@ def size(layout: Layout) -> int:
     """How many numbers a row has."""
     if layout["kind"] in ("dict", "tuple"):
         return sum(size(part) for part in _parts(layout).values())
-    return prod(layout["shape"]) if layout["kind"] == "array" else sum(layout["sizes"])
+    return sum(layout["sizes"]) if layout["kind"] == "choice" else prod(layout["shape"])
+
+
+def leaves(layout: Layout) -> list[Layout]:
+    """The parts that have no parts, in the order of the row."""
+    if layout["kind"] in ("dict", "tuple"):
+        return [leaf for part in _parts(layout).values() for leaf in leaves(part)]
+    return [layout]
 
 
 def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray[np.float64]:
@@ -79,7 +116,11 @@ def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray
         raise ValueError(f"{where} is {obs!r}, not numbers")
     if array.shape != shape:
         raise ValueError(f"{where} has the shape {array.shape}, not {shape}")
-    if layout["kind"] == "array":
+    if layout["kind"] == "picture":
+        if array.dtype != np.uint8:
+            raise ValueError(f"{where} is a picture in {array.dtype}, not in bytes (uint8)")
+        array = np.moveaxis(array, 0, 2) if _first(shape) else array
+    if layout["kind"] != "choice":
         return array.reshape(-1).astype(np.float64)
     chosen = array.reshape(-1) - np.array(layout["first"])
     sizes = np.array(layout["sizes"])

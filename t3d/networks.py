@@ -38,6 +38,16 @@ def first(parameters: Parameters) -> Parameters:
     return {name: tensor[0] for name, tensor in parameters.items()}
 
 
+BORROWED = "critic."  # an actor's tensors whose names begin so are the first critic's
+
+
+def borrow(actor: Parameters, critic: Parameters) -> None:
+    """[step 13] What an actor has of the critics, as pixel agents share their eyes, is brought up to date."""
+    for name, tensor in actor.items():
+        if name.startswith(BORROWED):
+            tensor.copy_(critic[name.removeprefix(BORROWED)][0])
+
+
 def any_of(parameters: Parameters) -> Tensor:
     """One of the tensors: they are all on one device and of one precision."""
     return next(iter(parameters.values()))
@@ -87,11 +97,22 @@ def init_mlp(seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int],
     """Uniform within ±1/√in for weights and biases, as `nn.Linear` starts: (copies, S, in or 1, out)."""
     parameters = {}
     for layer, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
-        for name, rows in (("w", fan_in), ("b", 1)):
-            # One counter for each tensor; the index runs over copies, rows and columns.
-            draw = uniform(seeds, purpose, 2 * layer + (name == "b"), (copies, rows, fan_out), dtype)
-            parameters[f"{name}{layer}"] = (draw * fan_in**-0.5).transpose(0, 1).contiguous()
+        made = init_layer(seeds, purpose, layer, copies, fan_in, fan_out, dtype)
+        parameters[f"w{layer}"], parameters[f"b{layer}"] = made
     return parameters
+
+
+def init_layer(
+    seeds: Tensor, purpose: Purpose, layer: int, copies: int, fan_in: int, fan_out: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Weights and biases of one layer."""
+
+    def drawn(counter: int, rows: int) -> Tensor:
+        # One counter for each tensor; the index runs over copies, rows and columns.
+        draw = uniform(seeds, purpose, counter, (copies, rows, fan_out), dtype)
+        return draw.mul(fan_in**-0.5).transpose(0, 1).contiguous()
+
+    return drawn(2 * layer, fan_in), drawn(2 * layer + 1, 1)
 
 
 class Network(Protocol):

@@ -2,7 +2,9 @@
 
 On the disk it is a safetensors file with the actor's layers in the layout and under the names of the
 documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says what they are for. Where observations were
-normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10.
+normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10. Where
+there are pictures the layers that look at them come first, `eye_1.weight`, …, as `nn.Conv2d` has them, the last of them
+as `nn.Linear`.
 """
 
 from collections.abc import Mapping
@@ -25,6 +27,8 @@ from t3d.modules import Network, own_network
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
 from t3d.rng import Purpose
+from t3d.sight import Sight
+from t3d.vision import EYE, FEATURES, KERNEL, eye_sizes, named, of_name, seeing
 
 FORMAT = 2
 
@@ -44,6 +48,7 @@ class Card:
     action_dtype: str
     hidden: list[int]
     network: str | None = None  # the name of one of the user's own
+    stack: int = 1  # frames that it sees at once, where there are pictures
     format: int = FORMAT
 
 
@@ -54,8 +59,11 @@ class Policy:
         self, parameters: Parameters, card: Card, lens: Lens | None = None, network: networks.Network | None = None
     ) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
-        self.network = network  # if it is one of the user's own
         self.card = card
+        self.sight = Sight.of(card.layout, card.stack)
+        self._frames: list[NDArray[np.float32]] = []  # before its eyes
+        # If it is not a perceptron; whose eyes a policy has makes no difference.
+        self.network = network or (None if self.sight is None else seeing(self.sight, "separate"))
         self.lens = lens  # if observations were normalised: (1, 1, O)
         self.actions = ActionRange(
             np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
@@ -65,8 +73,37 @@ class Policy:
         mean = sum(self.card.returns) / max(len(self.card.returns), 1)
         return f"<Policy for {self.card.env}: seed {self.card.seed}, step {self.card.step:,}, mean return {mean:.1f}>"
 
-    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget the frames that were seen: a new episode begins."""
+        self._frames = []
+
     def __call__(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
+        """One observation or a batch of them. Pictures are shown one by one, and the last few remembered until `reset`;
+        or as whole stacks of frames, (stack, height, width, channels), or a batch of those."""
+        return self._numbers(obs) if self.sight is None else self._pictures(obs, self.sight)
+
+    def _pictures(self, obs: Any, sight: Sight) -> NDArray[Any]:
+        layout = self.card.layout
+        shape = tuple(layout["shape"]) if layout["kind"] == "picture" else None
+        given = np.shape(obs) if shape else ()
+        stacks = shape is not None and len(given) in (len(shape) + 1, len(shape) + 2)
+        try:
+            if not stacks:
+                row = flatten(layout, obs).astype(np.float32)
+                self._frames = [*(self._frames or [row[sight.pixels]] * sight.stack)[1:], row[sight.pixels]]
+                seen = sight.seen(np.stack(self._frames)[None], row[None])
+                return np.asarray(self._act(seen)[0])
+            rows = [flatten(layout, frame) for frame in np.asarray(obs).reshape(-1, *given[-len(shape or ()) :])]
+            seen = np.stack(rows).astype(np.float32).reshape(-1, sight.stack * sight.frame_size)
+        except (TypeError, ValueError) as error:
+            raise T3DError(
+                f"this policy takes an observation of its environment, or for pictures {sight.stack} of them in a stack"
+                f" ({error})."
+            ) from error
+        actions = self._act(seen)
+        return np.asarray(actions[0]) if len(given) == len(shape or ()) + 1 else actions
+
+    def _numbers(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
         layout = self.card.layout
         shape = tuple(layout["shape"]) if layout["kind"] == "array" else (size(layout),)  # of parts: or flat already
         try:
@@ -81,10 +118,15 @@ class Policy:
             raise T3DError(
                 f"this policy takes one observation of shape {shape}, or a batch of them; this has {array.shape}."
             )
-        rows = torch.from_numpy(np.ascontiguousarray(array.reshape(1, -1, prod(shape))))
-        with networks.using(self.network):
-            actions = self.actions.to_env(networks.actor(self.parameters, seen_through(self.lens, rows))[0].numpy())
+        actions = self._act(array.reshape(-1, prod(shape)))
         return actions[0] if array.shape == shape else actions
+
+    @torch.no_grad()
+    def _act(self, rows: NDArray[np.float32]) -> NDArray[Any]:
+        """Actions (B, A) for what is seen, (B, O)."""
+        seen = seen_through(self.lens, torch.from_numpy(np.ascontiguousarray(rows))[None])
+        with networks.using(self.network):
+            return self.actions.to_env(networks.actor(self.parameters, seen)[0].numpy())
 
     def save(self, path: Path) -> None:
         """Write `path` (.safetensors) and the JSON beside it, which knows the weights by their SHA-256."""
@@ -111,8 +153,18 @@ def read_policy(path: Path, network: Network | None = None) -> Policy:
         sizes = [size(card.layout), *card.hidden, int(np.size(card.action_low))]
         own = own_network(card.network, network, str(path))
         weights = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
-        parameters = _from_layers(weights, sizes) if own is None else _from_own(weights, own, sizes)
-        policy = Policy(parameters, card, _lens_of(layers, sizes[0]), own)
+        sight = Sight.of(card.layout, card.stack)
+        if own is not None:
+            parameters = _from_own(weights, own, [sight.dim if sight else sizes[0], *sizes[1:]])
+        elif sight is not None:
+            eye = {name: tensor for name, tensor in weights.items() if name.startswith("eye_")}
+            head = {name: tensor for name, tensor in weights.items() if name not in eye}
+            sizes[0] = FEATURES + len(sight.numbers)
+            parameters = _from_layers(head, list(pairwise(sizes)), "layer")
+            parameters |= named(EYE, _from_layers(eye, eye_sizes(sight), "eye"))
+        else:
+            parameters = _from_layers(weights, list(pairwise(sizes)), "layer")
+        policy = Policy(parameters, card, _lens_of(layers, len(sight.numbers) if sight else sizes[0]), own)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
     if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
@@ -135,7 +187,7 @@ def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
 def _check_card(card: Card) -> None:
     """Refuse what a policy could not be used with."""
     check(card.layout)
-    whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths}
+    whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths, "stack": [card.stack]}
     for name, numbers in {**whole, "hidden": card.hidden}.items():
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{name} must be whole numbers")
@@ -151,11 +203,16 @@ def _check_card(card: Card) -> None:
 
 
 def to_layers(parameters: Parameters) -> dict[str, Tensor]:
-    """One seed's (1, in, out) weights as `nn.Linear` lays them out."""
+    """One seed's (1, in, out) weights as `nn.Linear` lays them out, and those of convolutions as `nn.Conv2d`."""
+    eye = of_name(EYE, parameters) or of_name(networks.BORROWED + EYE, parameters)
+    head = {name: tensor for name, tensor in parameters.items() if "." not in name}
     layers = {}
-    for i in range(1, len(parameters) // 2 + 1):
-        layers[f"layer_{i}.weight"] = parameters[f"w{i}"][0].T
-        layers[f"layer_{i}.bias"] = parameters[f"b{i}"][0, 0]
+    for called, part in (("eye", eye), ("layer", head)):
+        for i in range(1, len(part) // 2 + 1):
+            weight = part[f"w{i}"][0].T
+            convolution = called == "eye" and f"w{i + 1}" in part
+            layers[f"{called}_{i}.weight"] = weight.reshape(len(weight), -1, KERNEL, KERNEL) if convolution else weight
+            layers[f"{called}_{i}.bias"] = part[f"b{i}"][0, 0]
     return layers
 
 
@@ -174,16 +231,16 @@ def _from_own(layers: dict[str, Tensor], network: Network, sizes: list[int]) -> 
     return {name: layers[f"own.{name}"].reshape(1, 1, -1) for name in fresh}
 
 
-def _from_layers(layers: dict[str, Tensor], sizes: list[int]) -> Parameters:
-    """Weights as `nn.Linear` lays them out as one seed's parameters, if they are of these sizes."""
-    if len(layers) != 2 * (len(sizes) - 1):
-        raise ValueError(f"{len(layers)} tensors for {len(sizes) - 1} layers")
+def _from_layers(layers: dict[str, Tensor], sizes: list[tuple[int, int]], called: str) -> Parameters:
+    """Weights as `to_layers` gave them as one seed's parameters, if they are of these sizes."""
+    if len(layers) != 2 * len(sizes):
+        raise ValueError(f"{len(layers)} tensors for {len(sizes)} layers")
     parameters = {}
-    for i, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
-        weight, bias = layers[f"layer_{i}.weight"], layers[f"layer_{i}.bias"]
+    for i, (fan_in, fan_out) in enumerate(sizes, start=1):
+        weight, bias = layers[f"{called}_{i}.weight"].flatten(1), layers[f"{called}_{i}.bias"]
         if weight.shape != (fan_out, fan_in) or bias.shape != (fan_out,):
-            raise ValueError(f"layer_{i} is not {fan_in} by {fan_out}")
+            raise ValueError(f"{called}_{i} is not {fan_in} by {fan_out}")
         if weight.dtype != torch.float32 or bias.dtype != torch.float32:
-            raise ValueError(f"layer_{i} is not in float32")
+            raise ValueError(f"{called}_{i} is not in float32")
         parameters[f"w{i}"], parameters[f"b{i}"] = weight.T[None].contiguous(), bias[None, None]
     return parameters

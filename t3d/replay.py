@@ -11,15 +11,16 @@ Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1 or a few more, 
 stored, and how many of them are there now.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+
+Flags = NDArray[np.bool_]
 
 
 @dataclass
@@ -51,10 +52,15 @@ class Replay:
         device: torch.device | str = "cpu",
         normalize: bool = False,
         reward_scale: float = 1.0,
+        numbers: int | None = None,
     ) -> None:
         self.capacity, self.reward_scale = capacity, reward_scale
-        self.statistics = Statistics.of(seeds, obs_dim, device) if normalize else None
+        # What is normalised of an observation stands at its end.
+        numbers = obs_dim if numbers is None else numbers
+        self.statistics = Statistics.of(seeds, numbers, device) if normalize and numbers else None
         self.obs_dim, self.action_dim = obs_dim, action_dim
+        self.seen_dim = obs_dim  # numbers in an observation as networks see it
+        self.frames_a_step = 0
         # One row more than the capacity: rows that are no transition are written there and never read.
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
         # Four rows are a multiple of 16 bytes: so each seed's begin where a GPU likes to read.
@@ -72,84 +78,125 @@ class Replay:
         next_obs: ArrayLike,
         terminated: ArrayLike,
         span: ArrayLike,
-        valid: NDArray[np.bool_],
+        valid: Flags,
     ) -> None:
         """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
         self.add_rows(Rows(obs, action, reward, next_obs, terminated, span, valid))
 
     def add_rows(self, rows: "Rows") -> None:
         """[step 1] The same, of rows that come in one piece."""
-        dtype = np.float32 if self.rows.dtype == torch.float32 else float
-        new = np.empty((*rows.valid.shape, self.rows.shape[-1]), dtype)
-        where = self.lay_out(new, rows)
-        there = torch.from_numpy(new).to(self.rows.device), torch.from_numpy(where).to(self.rows.device)
-        if self.rows.device.type == "cpu":
-            self.rows.numpy().reshape(-1, new.shape[-1])[where] = new
-            self.note(*there)
-        else:
-            self.write(*there)
-        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+        frames = 0 if rows.frames is None else rows.frames.where.shape[1]
+        shapes = self.incoming(rows.valid.shape[1], frames)
+        into: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        self.lay_out(into, rows)
+        self.write({name: torch.from_numpy(part).to(self.rows.device) for name, part in into.items()})
 
-    def lay_out(self, into: NDArray[Any], rows: "Rows") -> NDArray[np.int64]:
-        """Put N rows a seed together in `into` (S, N, width) and count them; returns where they go, (S, N)."""
-        # On the host: NumPy does small things in less time than PyTorch.
-        into_row(into, rows, self.obs_dim)
+    def incoming(self, count: int, frames: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        """The arrays that so many rows and frames are laid out in on their way to the device: shapes and types."""
+        dtype: type = np.float32 if self.rows.dtype == torch.float32 else np.float64
+        seeds = len(self.rows)
+        return {
+            "rows": ((seeds, count, self.rows.shape[-1]), dtype),
+            "where": ((seeds, count), np.int64),
+            "length": ((seeds,), np.int64),
+        }
+
+    def lay_out(self, into: dict[str, NDArray[Any]], rows: "Rows") -> None:
+        """Put N rows a seed together and count them: the rows themselves, and where they go."""
+        into_row(into["rows"], rows, self.obs_dim)
         valid = rows.valid
         # (S, N): 1 for the first valid row, 2 for the second, …
         order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
         where = (self.stored[:, None] + order - 1) % self.capacity
         where[~valid] = self.capacity
         self.stored += order[:, -1]
-        counted_over_all_seeds: NDArray[np.int64] = where + self.first
-        return counted_over_all_seeds
+        np.add(where, self.first, out=into["where"])  # counted over all seeds
+        self.tell(into)
 
-    def write(self, new: Tensor, where: Tensor) -> None:
-        """Rows that were laid out (S, N, width), on the device, into their places (S, N)."""
-        self.rows.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
-        self.note(new, where)
+    def nothing(self, into: dict[str, NDArray[Any]]) -> None:
+        """Arrays that bring no row."""
+        into["where"][:] = self.first + self.capacity
+        self.tell(into)
+
+    def tell(self, into: dict[str, NDArray[Any]]) -> None:
+        """How many rows there are now."""
+        np.minimum(self.stored, self.capacity, out=into["length"])
+
+    def write(self, new: dict[str, Tensor]) -> None:
+        """What was laid out, on the device, into its places."""
+        put(self.rows, new["where"], new["rows"])
+        self.note(new["rows"], new["where"])
+        self.length.copy_(new["length"])
 
     def note(self, new: Tensor, where: Tensor) -> None:
         """Count the observations of rows that are stored."""
         if self.statistics is not None:
-            places = self.rows.shape[1]
-            self.statistics.add(new[..., : self.obs_dim], where % places != self.capacity)
+            numbers, places = self.statistics.mean.shape[-1], self.rows.shape[1]
+            self.statistics.add(new[..., self.obs_dim - numbers : self.obs_dim], where % places != self.capacity)
+
+    def refer(self, obs: NDArray[Any]) -> NDArray[Any]:
+        """(S, N, …) the observations that are acted on now as rows have them: here, as they are."""
+        return obs
+
+    def start(self, obs: NDArray[Any], begun: Flags) -> None:
+        """[step 1] First observations (S, N, …) of episodes that have `begun` without a step before them."""
+
+    def look(
+        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, begun: Flags
+    ) -> tuple[NDArray[Any], NDArray[Any], "Frames | None"]:
+        """One step of every environment, (S, N, …), as rows have it: `obs`, `final_obs`, and frames to store with them.
+
+        Where an episode has `begun`, `next_obs` is its first observation.
+        """
+        return obs, final_obs, None
 
     def lens(self) -> "Lens | None":
         """What stands between an observation and the networks now, if anything does."""
         return None if self.statistics is None else self.statistics.lens()
 
     def sample(self, bits: Tensor, gamma: float) -> Batch:
-        """[step 4] A batch drawn evenly from what is stored; `bits` are 32 random bits for each row, (S, B)."""
-        # In integers: a float32 uniform cannot address ten million rows evenly.
-        index = (bits * self.length[:, None]) >> 32  # (S, B)
+        """[step 4] A batch drawn evenly from what is stored; `bits` are random bits for each row, (S, B).
+
+        The lower 32 of them draw the row.
+        """
+        index = self.drawn(bits)
         base = torch.arange(len(index), device=index.device) * self.rows.shape[1]  # (S,)
         rows = self.rows.flatten(0, 1).index_select(0, (index + base[:, None]).flatten())
         sizes = [self.obs_dim, self.action_dim, self.obs_dim, 1, 1, 1]
         obs, action, next_obs, reward, terminated, span = torch.split(rows.view(*index.shape, -1), sizes, -1)
         discount = gamma ** span.squeeze(-1)
         lens = self.lens()
-        obs, next_obs = seen_through(lens, obs), seen_through(lens, next_obs)
+        obs, next_obs = (seen_through(lens, part) for part in self.seen(obs, next_obs, bits))
         reward = reward.squeeze(-1) if self.reward_scale == 1 else self.reward_scale * reward.squeeze(-1)
         return Batch(obs, action, reward, next_obs, terminated.squeeze(-1), discount)
 
-    def since(self, first: NDArray[np.int64]) -> list[Tensor]:
-        """Copies of each seed's rows from the `first`-th (S,) on, in the order they were stored, on the device."""
-        rows = []
-        for k, (begin, end) in enumerate(zip(first.tolist(), self.stored.tolist(), strict=True)):
-            where = torch.arange(begin, end, device=self.rows.device) % self.capacity
-            rows.append(self.rows[k].index_select(0, where))
-        return rows
+    def drawn(self, bits: Tensor) -> Tensor:
+        """[step 4] Which rows, (S, B)."""
+        # In integers: a float32 uniform cannot address ten million rows evenly.
+        return ((bits & 0xFFFFFFFF) * self.length[:, None]) >> 32
 
-    def put(self, first: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Rows that `since` gave, back in their places; segments go in from the oldest to the newest."""
-        for k, (begin, part) in enumerate(zip(first, rows, strict=True)):
-            part, begin = part[-self.capacity :], begin + max(0, len(part) - self.capacity)
-            where = torch.arange(begin, begin + len(part)) % self.capacity
-            self.rows[k].index_copy_(0, where.to(self.rows.device), part.to(self.rows.device))
-            self.stored[k] = begin + len(part)
+    def seen(self, obs: Tensor, next_obs: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """[step 4] Observations (S, B, …) of a batch as they were seen: here, as rows have them."""
+        return obs, next_obs
+
+    def rings(self) -> list["Ring"]:
+        """All that is stored bit by bit, for each seed: what checkpoints keep in segments."""
+        return [Ring(self.rows[k], self.stored[k : k + 1], self.capacity) for k in range(len(self.rows))]
+
+    def counters(self) -> dict[str, NDArray[np.int64]]:
+        """What is counted on the host."""
+        return {"stored": self.stored}
+
+    def restored(self) -> None:
+        """The rings are full again, and everything else is as it was saved."""
         self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
 
-    def seed(self, k: int) -> "Replay":
+    @property
+    def nbytes(self) -> int:
+        """Of everything that grows until the memory is full."""
+        return self.rows.nbytes
+
+    def seed(self, k: int) -> Self:
         """The memory of seed `k` alone; it shares its storage with this one."""
         view = self.with_tensors({name: tensor[k : k + 1] for name, tensor in self.tensors().items()})
         view.stored, view.first = self.stored[k : k + 1], self.first[:1]
@@ -159,13 +206,41 @@ class Replay:
         """All that is on the device, by name."""
         return {"rows": self.rows, "length": self.length, **(vars(self.statistics) if self.statistics else {})}
 
-    def with_tensors(self, given: dict[str, Tensor]) -> "Replay":
+    def with_tensors(self, given: dict[str, Tensor]) -> Self:
         """The same memory with other tensors in it."""
         other = copy(self)
         other.rows, other.length = given["rows"], given["length"]
         if self.statistics is not None:
             other.statistics = Statistics(**{name: given[name] for name in vars(self.statistics)})
         return other
+
+
+class Ring(NamedTuple):
+    """Rows of which the newest are there: the i-th ever stored lies in place i modulo `capacity`."""
+
+    rows: Tensor  # (at least capacity, …)
+    stored: NDArray[np.int64]  # (1,) how many ever were
+    capacity: int
+
+    def since(self, first: int) -> Tensor:
+        """A copy of the rows from the `first`-th on, in the order they were stored, on the device."""
+        where = torch.arange(first, int(self.stored[0]), device=self.rows.device) % self.capacity
+        return self.rows.index_select(0, where)
+
+    def put(self, first: int, part: Tensor) -> None:
+        """Rows that `since` gave, back in their places; they go in from the oldest to the newest."""
+        part, first = part[-self.capacity :], first + max(0, len(part) - self.capacity)
+        where = torch.arange(first, first + len(part)) % self.capacity
+        self.rows.index_copy_(0, where.to(self.rows.device), part.to(self.rows.device))
+        self.stored[0] = first + len(part)
+
+
+def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
+    """Rows (S, N, …) into their places (S, N), counted over all seeds."""
+    if storage.device.type == "cpu":  # NumPy does small things in less time than PyTorch
+        storage.flatten(0, 1).numpy()[where.numpy()] = new.numpy()
+    else:
+        storage.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
 
 
 @dataclass
@@ -211,8 +286,15 @@ class Lens(NamedTuple):
 
 
 def seen_through(lens: Lens | None, obs: Tensor) -> Tensor:
-    """Observations (S, B, O) as the networks see them: within ±10, so that what was never seen stays within reason."""
-    return obs if lens is None else ((obs - lens.shift) * lens.scale).clamp(-10, 10).to(obs.dtype)
+    """Observations (S, B, O) as the networks see them: within ±10, so that what was never seen stays within reason.
+
+    Where there are frames in front of the numbers, they stay as they are.
+    """
+    if lens is None:
+        return obs
+    frames = obs.shape[-1] - lens.shift.shape[-1]
+    normal = ((obs[..., frames:] - lens.shift) * lens.scale).clamp(-10, 10).to(obs.dtype)
+    return torch.cat([obs[..., :frames], normal], -1) if frames else normal
 
 
 class Rows(NamedTuple):
@@ -224,7 +306,15 @@ class Rows(NamedTuple):
     next_obs: ArrayLike
     terminated: ArrayLike
     span: ArrayLike
-    valid: NDArray[np.bool_]
+    valid: Flags
+    frames: "Frames | None" = None
+
+
+class Frames(NamedTuple):
+    """Frames on their way into the memory with them: (S, M, F) bytes, and (S, M) where they go."""
+
+    pixels: NDArray[np.uint8]
+    where: NDArray[np.int64]
 
 
 def into_row(into: NDArray[Any], rows: Rows, obs_dim: int) -> None:
@@ -266,7 +356,7 @@ class NStep:
         next_obs: NDArray[Any],
         terminated: NDArray[Any],
         truncated: NDArray[Any],
-        valid: NDArray[np.bool_],
+        valid: Flags,
     ) -> Rows:
         """One step of every environment, (S, N, …), in; what is complete, (S, N · n, …), out, the oldest first.
 
@@ -286,19 +376,17 @@ class NStep:
 
         ended = terminated | truncated
         total = np.zeros_like(self.reward[0])
-        rows: list[Rows] = []
+        rows: list[tuple[NDArray[Any], ...]] = []
         for span in range(1, self.n + 1):  # the row that began `span` steps ago
             total = self.reward[-span] + self.gamma * total
             full = valid & (self.pending >= span) & (span == self.n)
             # A row that was full has gone out already when an episode is lost after it.
             cut = ended & (self.pending >= span) & (valid | (span < self.n))
             filled = np.full(total.shape, float(span))
-            rows.append(
-                Rows(self.obs[-span], self.action[-span], total, next_obs, terminated & valid, filled, full | cut)
-            )
+            rows.append((self.obs[-span], self.action[-span], total, next_obs, terminated & valid, filled, full | cut))
         self.pending[ended] = 0
         rows.reverse()
-        return Rows(*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)))
+        return Rows._make([*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)), None])
 
 
 def row_width(obs_dim: int, action_dim: int) -> int:

@@ -61,6 +61,12 @@ def bits64(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequen
     return _mix((stream[:, None] + index) * _GOLDEN).reshape(-1, *shape)
 
 
+def halves(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequence[int]) -> Tensor:
+    """`bits64` with its halves exchanged: the lower one is `bits32`, and the upper one is there for more."""
+    bits = bits64(seeds, purpose, counter, shape)
+    return _shift(bits, 32) | (bits << 32)
+
+
 def bits32(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequence[int]) -> Tensor:
     """32 random bits as int64 in [0, 2^32), to draw indices from: `(bits · size) >> 32`."""
     return _shift(bits64(seeds, purpose, counter, shape), 32)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
-from t3d import files, rng
+from t3d import files, networks, rng
 from t3d.config import Config
 from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.goals import Goals
 from t3d.limits import refuse_oversize
+from t3d.pictures import LARGEST, Pictures
 from t3d.replay import NStep, Replay, out_of_row, row_width
 from t3d.rng import Purpose
 from t3d.steps import Agent, init_agent
+from t3d.vision import seeing
 
 METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the actor moves
 
@@ -49,7 +52,7 @@ class State:
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
     goals: Goals | None = None  # what relabels them
-    network: str | None = None  # the name of the user's own
+    network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
@@ -61,8 +64,11 @@ class State:
             self.goals.close()
 
 
-def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
-    """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation."""
+def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
+    """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation.
+
+    Networks are `own` if that is given, and otherwise what fits the observations.
+    """
     count, per_seed = len(seeds), config.num_envs
 
     def episode_seed(env: int, episode: int) -> int:
@@ -70,36 +76,31 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
 
     envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
     device = torch.device(config.device)
-    rows = config.steps * (1 + config.relabel)
-    capacity = max(min(config.buffer_size, rows), per_seed * config.n_step)  # at least what a step can bring
+    network = own or (None if envs.sight is None else seeing(envs.sight, config.encoder))
     try:
         goals = Goals(source, config.relabel) if config.relabel else None
-        refuse_oversize(capacity, row_width(envs.obs_dim, envs.actions.dim) * 4, count, device)
-        memory = Replay(
-            count, capacity, envs.obs_dim, envs.actions.dim, device=device,
-            normalize=config.normalize_obs == "on", reward_scale=config.reward_scale,
-        )  # fmt: skip
-    except T3DError:
+        memory = empty_memory(envs, count, config)
+        with networks.using(network):
+            agent = init_agent(
+                torch.tensor(seeds, device=device),
+                envs.obs_dim,
+                envs.actions.dim,
+                config.hidden,
+                twins=config.critics,
+                normalized=config.critic_norm == "layer",
+            )
+        obs = envs.reset().reshape(count, per_seed, -1)
+    except BaseException:
         envs.close()
         raise
-    except RuntimeError as error:
-        envs.close()
-        size = count * capacity * row_width(envs.obs_dim, envs.actions.dim) * 4 / 2**30
-        raise T3DError(f"the replay memory needs {size:,.1f} GiB and cannot be had: lower --buffer-size.") from error
+    memory.start(obs, np.ones((count, per_seed), bool))
     return State(
         seeds=list(seeds),
-        agent=init_agent(
-            torch.tensor(seeds, device=device),
-            envs.obs_dim,
-            envs.actions.dim,
-            config.hidden,
-            twins=config.critics,
-            normalized=config.critic_norm == "layer",
-        ),
+        agent=agent,
         memory=memory,
-        steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, envs.obs_dim, envs.actions.dim),
+        steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
         envs=envs,
-        obs=envs.reset().reshape(count, per_seed, -1),
+        obs=obs,
         played=np.zeros((count, per_seed, 0, envs.actions.dim), np.float32),
         history=np.zeros((count, per_seed, 0, memory.rows.shape[-1] if goals else 0), np.float32),
         episode_return=np.zeros((count, per_seed)),
@@ -111,7 +112,32 @@ def begin(source: Source, seeds: Sequence[int], config: Config) -> State:
         updates_logged=np.zeros(count, np.int64),
         fingerprint=np.zeros(32, np.uint8),
         goals=goals,
+        network=network,
     )
+
+
+def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
+    """[step 1] A replay memory for what these environments show, if there is room for it."""
+    rows, dim, sight = config.steps * (1 + config.relabel), envs.actions.dim, envs.sight
+    capacity = max(min(config.buffer_size, rows), config.num_envs * config.n_step)  # at least what a step can bring
+    size = row_width(envs.obs_dim if sight is None else sight.stack + len(sight.numbers), dim) * 4
+    size += 0 if sight is None else sight.frame_size + 8
+    refuse_oversize(capacity, size, seeds, torch.device(config.device))
+    options: dict[str, Any] = {
+        "device": config.device,
+        "normalize": config.normalize_obs == "on",
+        "reward_scale": config.reward_scale,
+    }
+    try:
+        if sight is None:
+            return Replay(seeds, capacity, envs.obs_dim, dim, **options)
+        if capacity > LARGEST // 2:
+            raise T3DError(f"--buffer-size can be {LARGEST // 2:,} at most where observations have pictures.")
+        augment = config.augment == "on"
+        return Pictures(seeds, capacity, sight, dim, config.num_envs, config.n_step, augment, **options)
+    except RuntimeError as error:
+        gib = seeds * capacity * size / 2**30
+        raise T3DError(f"the replay memory needs {gib:,.1f} GiB and cannot be had: lower --buffer-size.") from error
 
 
 def saved(state: State) -> dict[str, Tensor]:
@@ -120,8 +146,8 @@ def saved(state: State) -> dict[str, Tensor]:
     Arrays share their memory with the state, so what is copied into them is in the state.
     """
     parts = {field.name: getattr(state, field.name) for field in fields(state)}
-    counted = {name: t for name, t in state.memory.tensors().items() if name not in ("rows", "length")}
-    parts["memory"] = {"stored": state.memory.stored, **counted}
+    statistics = state.memory.statistics
+    parts["memory"] = {**state.memory.counters(), **(vars(statistics) if statistics else {})}
     parts["envs"] = {"episodes": np.array(state.envs.episodes)}
     parts["steps_under_way"] = {
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
@@ -144,6 +170,7 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")
     files.copy_tensors(path, given, live)
+    state.memory.restored()
     state.step, state.logged, state.evaluated = (int(given[name]) for name in ("step", "logged", "evaluated"))
     episodes = given["envs.episodes"].tolist()
     actions = [state.played[k, i, : state.episode_length[k, i]] for k, i in np.ndindex(state.episode_length.shape)]
@@ -206,8 +233,10 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     """End episodes that cannot be gone on with as if a time limit had: what came before them is kept."""
     no = np.zeros(missed.shape, bool)
     nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
-    rows = state.steps_under_way.add(state.obs, nothing, np.zeros(missed.shape), state.obs, no, missed, no)
+    before = state.memory.refer(state.obs)
+    rows = state.steps_under_way.add(before, nothing, np.zeros(missed.shape), before, no, missed, no)
     state.memory.add_rows(rows)
+    state.memory.start(obs, missed)
     for k, i in np.argwhere(missed):
         relabel(state, k, i)
     state.obs = obs
@@ -220,11 +249,11 @@ def peak_memory(state: State) -> int:
 
     What is on a GPU is not counted here.
     """
-    rows = state.memory.rows
+    memory = state.memory
     so_far = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return so_far + (rows.nbytes if rows.device.type == "cpu" else 0)
+    return so_far + (memory.nbytes if memory.rows.device.type == "cpu" else 0)
 
 
 def disk_needed(state: State) -> int:
     """Bytes that checkpoints will take at most: the rows, twice while they are put together, and three states."""
-    return 2 * state.memory.rows.nbytes + 3 * sum(tensor.nbytes for tensor in saved(state).values())
+    return 2 * state.memory.nbytes + 3 * sum(tensor.nbytes for tensor in saved(state).values())

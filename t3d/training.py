@@ -136,8 +136,9 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
 
     # Terminated alone ends the value; a truncated episode goes on behind its last observation.
-    transitions = state.steps_under_way.add(state.obs, action, reward, final_obs, terminated, truncated, valid)
-    verbs.store(transitions)
+    before, after, frames = state.memory.look(state.obs, final_obs, obs, valid, moved.begun(active).reshape(shape))
+    transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
+    verbs.store(transitions._replace(frames=frames))
 
     told = b"".join(part.tobytes() for part in (state.fingerprint, action, obs, reward))
     state.fingerprint = np.frombuffer(blake2b(told, digest_size=32).digest(), np.uint8).copy()
@@ -261,16 +262,18 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
         action_high=actions.high.tolist(),
         action_dtype=str(actions.low.dtype),
         hidden=list(config.hidden),
-        network=state.network,
+        network=getattr(state.network, "name", None),
+        stack=config.frame_stack if state.envs.sight else 1,
     )
     lens = state.memory.seed(k).lens()
     return Policy(agents.one_seed(state.agent, k).actor, card, lens)
 
 
-def describe(source: Source, preset: str, seeds: Sequence[int], config: Config) -> dict[str, Any]:
+def describe(source: Source, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:
     """What config.json says."""
+    own = getattr(network, "name", None)
     env = {"env": source.name, "env_args": source.args, "callable": source.from_python}
-    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "versions": versions()}
+    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "network": own, "versions": versions()}
 
 
 def about(config: Config) -> dict[str, Any]:

@@ -39,6 +39,54 @@ def backward(layers, inputs, d):
     return gradients, d
 
 
+class Eye:
+    """Convolutions, 3 × 3 and two steps apart, over stacks of frames; then a layer that is normalised and squashed."""
+
+    def __init__(self, layers, stack, height, width, channels, shared):
+        self.layers, self.frames, self.shared = layers, (stack, height, width, channels), shared
+        self.pixels = stack * height * width * channels
+
+    def forward(self, eye, pixels):
+        """Features, and what `backward` needs: the patches of each convolution, and the rest."""
+        stack, height, width, channels = self.frames
+        x = pixels.reshape(-1, stack, height, width, channels).transpose(0, 1, 4, 2, 3)
+        x = x.reshape(len(pixels), stack * channels, height, width) / 255 - 0.5
+        seen = []
+        for w, b in eye[:-1]:
+            patches = np.stack([np.stack([x[under(x, y, z)] for z in range(3)]) for y in range(3)])
+            seen.append((patches, x))
+            x = np.einsum("yzbchw,cyzo->bohw", patches, w.reshape(-1, 3, 3, w.shape[1])) + b[:, None, None]
+            x = np.maximum(x, 0)
+        flat = x.reshape(len(pixels), -1)
+        z, deviation = standard(flat @ eye[-1][0] + eye[-1][1])
+        return np.tanh(z), (seen, x, flat, z, deviation)
+
+    def backward(self, eye, cache, d):
+        seen, x, flat, z, deviation = cache
+        d = d * (1 - np.tanh(z) ** 2)
+        d = (d - d.mean(1, keepdims=True) - z * (d * z).mean(1, keepdims=True)) / deviation
+        gradients = [(flat.T @ d, d.sum(0))]
+        d = (d @ eye[-1][0].T).reshape(x.shape)
+        for i in reversed(range(len(eye) - 1)):
+            w, _ = eye[i]
+            patches, before = seen[i]
+            d = d * (x > 0)
+            of_w = np.einsum("yzbchw,bohw->cyzo", patches, d).reshape(w.shape)
+            gradients.insert(0, (of_w, d.sum((0, 2, 3))))
+            of_patches = np.einsum("bohw,cyzo->yzbchw", d, w.reshape(-1, 3, 3, w.shape[1]))
+            x, d = before, np.zeros_like(before)
+            for y in range(3):
+                for z in range(3):
+                    d[under(d, y, z)] += of_patches[y, z]
+        return gradients
+
+
+def under(x, y, z):
+    """Where pixel (y, z) of a 3 × 3 kernel lies, wherever the kernel is put, two steps apart."""
+    height, width = ((side - 3) // 2 + 1 for side in x.shape[2:])
+    return np.s_[:, :, y : y + 2 * height - 1 : 2, z : z + 2 * width - 1 : 2]
+
+
 def standard(x):
     """Each row with mean 0 and deviation 1, and what it was divided by."""
     deviation = np.sqrt(x.var(1, keepdims=True) + 1e-5)
@@ -66,9 +114,14 @@ class Adam:
 
 
 class Oracle:
-    """One TD3 agent: `actor`, two `critics`, and the targets of all three."""
+    """One TD3 agent: `actor`, two `critics`, and the targets of all three.
 
-    def __init__(self, actor, critics, *, actor_lr, critic_lr, max_action=1.0):
+    With an `eye`, the first of each one's layers are an eye's. If it is `shared` there is one, which learns from both
+    critics, and the actor looks through it as it is.
+    """
+
+    def __init__(self, actor, critics, *, actor_lr, critic_lr, max_action=1.0, eye=None):
+        self.eye = eye
         self.actor, self.critics = actor, list(critics)
         self.target_actor, self.target_critics = list(actor), list(critics)
         self.actor_adam = Adam(actor, actor_lr)
@@ -76,27 +129,50 @@ class Oracle:
         self.max_action = max_action
         self.updates = 0
 
+    def forward(self, layers, x):
+        if self.eye is None:
+            return forward(layers, x)
+        eye, head = layers[: self.eye.layers], layers[self.eye.layers :]
+        features, seen = self.eye.forward(eye, x[:, : self.eye.pixels])
+        out, inputs = forward(head, np.concatenate([features, x[:, self.eye.pixels :]], 1))
+        return out, (seen, inputs)
+
+    def backward(self, layers, cache, d):
+        """With an eye, the gradient of the input is that of what is not in the pictures."""
+        if self.eye is None:
+            return backward(layers, cache, d)
+        eye, head = layers[: self.eye.layers], layers[self.eye.layers :]
+        gradients, d = backward(head, cache[1], d)
+        features = eye[-1][0].shape[1]
+        return self.eye.backward(eye, cache[0], d[:, :features]) + gradients, d[:, features:]
+
     def update(self, s, a, r, s2, done, noise, *, gamma, tau, sigma, clip, delay):
         self.updates += 1
         n = len(r)
-        a2 = self.max_action * np.tanh(forward(self.target_actor, s2)[0])
+        a2 = self.max_action * np.tanh(self.forward(self.target_actor, s2)[0])
         a2 = np.clip(a2 + np.clip(sigma * noise, -clip, clip), -self.max_action, self.max_action)
-        q2 = [forward(critic, np.concatenate([s2, a2], 1))[0][:, 0] for critic in self.target_critics]
+        q2 = [self.forward(critic, np.concatenate([s2, a2], 1))[0][:, 0] for critic in self.target_critics]
         y = r + gamma * (1 - done) * np.minimum(q2[0], q2[1])
 
+        both = []
+        for critic in self.critics:
+            q, cache = self.forward(critic, np.concatenate([s, a], 1))
+            both.append(self.backward(critic, cache, (2 / n) * (q[:, 0] - y)[:, None])[0])
+        shared = self.eye.layers if self.eye and self.eye.shared else 0
+        eye = [tuple(map(sum, zip(*layers, strict=True))) for layers in zip(*both, strict=True)][:shared]
         for i in range(2):
-            q, inputs = forward(self.critics[i], np.concatenate([s, a], 1))
-            gradients, _ = backward(self.critics[i], inputs, (2 / n) * (q[:, 0] - y)[:, None])
-            self.critics[i] = self.critic_adams[i].step(self.critics[i], gradients)
+            self.critics[i] = self.critic_adams[i].step(self.critics[i], eye + both[i][shared:])
 
         if self.updates % delay == 0:
-            z, actor_inputs = forward(self.actor, s)
+            self.actor = self.critics[0][:shared] + self.actor[shared:]
+            z, actor_cache = self.forward(self.actor, s)
             action = self.max_action * np.tanh(z)
-            _, critic_inputs = forward(self.critics[0], np.concatenate([s, action], 1))
-            _, d = backward(self.critics[0], critic_inputs, np.full((n, 1), -1 / n))
-            d_action = d[:, s.shape[1] :]
-            gradients, _ = backward(self.actor, actor_inputs, d_action * self.max_action * (1 - np.tanh(z) ** 2))
-            self.actor = self.actor_adam.step(self.actor, gradients)
+            _, critic_cache = self.forward(self.critics[0], np.concatenate([s, action], 1))
+            _, d = self.backward(self.critics[0], critic_cache, np.full((n, 1), -1 / n))
+            d_action = d[:, -action.shape[1] :]
+            gradients, _ = self.backward(self.actor, actor_cache, d_action * self.max_action * (1 - np.tanh(z) ** 2))
+            nothing = [tuple(0 * g for g in layer) for layer in gradients[:shared]]
+            self.actor = self.actor_adam.step(self.actor, nothing + gradients[shared:])
             self.target_actor = mixed(self.target_actor, self.actor, tau)
             for i in range(2):
                 self.target_critics[i] = mixed(self.target_critics[i], self.critics[i], tau)
@@ -113,9 +189,25 @@ class Oracle:
             **critic_tensors("critic_adam.m", [adam.m for adam in self.critic_adams]),
             **critic_tensors("critic_adam.v", [adam.v for adam in self.critic_adams]),
         }
+        if self.eye:
+            named = {of_eye(name, self.eye): tensor for name, tensor in named.items()}
+            for name in [
+                name for name in named if self.eye.shared and "critic" in name.split(".")[0] and "eye" in name
+            ]:
+                named[name] = named[name][:1]
         named["actor_adam.count"] = np.array([self.actor_adam.t])
         named["critic_adam.count"] = np.array([self.updates])
         return named
+
+
+def of_eye(name, eye):
+    """actor.w1 -> actor.eye.w1 or actor.critic.eye.w1, critic.w3 -> critic.w1: the layers of an eye come first."""
+    *whose, tensor = name.split(".")
+    number = int(tensor[1:])
+    if number > eye.layers:
+        return ".".join([*whose, f"{tensor[0]}{number - eye.layers}"])
+    borrowed = ["critic"] if eye.shared and "actor" in whose[0] else []
+    return ".".join([*whose, *borrowed, "eye", tensor])
 
 
 def mixed(target, online, tau):

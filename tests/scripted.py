@@ -124,3 +124,71 @@ class Reach(gymnasium.Env):
         self.at = np.clip(self.at + 0.2 * np.asarray(action, np.float32), -1, 1)
         self.time += 1
         return self._seen(), self.compute_reward(self.at, self.goal, {}), False, self.time >= self.limit, {}
+
+
+class Shown(gymnasium.Env):
+    """Episode e lasts `lengths[e % …]` steps and is truncated; pixels say which copy, episode and step is seen.
+
+    With `numbers` it observes a dict: the picture, and the step again as a number.
+    """
+
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    copies = 0
+
+    def __init__(self, lengths=(3, 5, 4), side=8, numbers=False):
+        self.lengths, self.side, self.numbers = lengths, side, numbers
+        Shown.copies += 1
+        self.copy, self.episode = Shown.copies % 200, -1
+        picture = spaces.Box(0, 255, (side, side, 1), np.uint8)
+        number = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.observation_space = spaces.Dict({"camera": picture, "clock": number}) if numbers else picture
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.time = self.episode + 1, 0
+        return self._seen(), {}
+
+    def step(self, action):
+        self.time += 1
+        over = self.time >= self.lengths[self.episode % len(self.lengths)]
+        return self._seen(), float(self.time), False, over, {}
+
+    def _seen(self):
+        picture = np.zeros((self.side, self.side, 1), np.uint8)
+        picture[0, :4, 0] = self.copy, self.episode % 256, self.time % 256, self.time // 256
+        return {"camera": picture, "clock": np.array([self.time], np.float32)} if self.numbers else picture
+
+
+class Lamp(gymnasium.Env):
+    """One step: the left or the right half of the picture is lit, and the action is to be −1 or 1."""
+
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+    observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.side = int(self.np_random.choice([-1, 1]))
+        return self.lit(self.side), {}
+
+    def lit(self, side):
+        picture = np.zeros((12, 12, 3), np.uint8)
+        picture[:, 6 if side > 0 else 0 : 12 if side > 0 else 6] = 255
+        return picture
+
+    def step(self, action):
+        return self.lit(self.side), -float((action[0] - self.side) ** 2), True, False, {}
+
+
+class Sweep(Lamp):
+    """Two steps: one half is lit, then all. In the second, the action is to be the first one's side: needs a stack."""
+
+    def reset(self, *, seed=None, options=None):
+        self.first = True
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        everything = np.full((12, 12, 3), 255, np.uint8)
+        if self.first:
+            self.first = False
+            return everything, 0.0, False, False, {}
+        return everything, -float((action[0] - self.side) ** 2), True, False, {}

@@ -160,11 +160,11 @@ def test_any_kind_of_number_is_a_reward(reward):
     assert envs.step(np.zeros((1, 1))).reward.tolist() == [1.0]
 
 
-def test_images_and_strange_makers_are_refused():
+def test_stacks_of_pictures_and_strange_makers_are_refused():
     class Image(Probe):
-        observation_space = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+        observation_space = spaces.Box(0, 255, (4, 8, 8, 3), np.uint8)
 
-    with pytest.raises(T3DError, match="shows images"):
+    with pytest.raises(T3DError, match="one at a time"):
         batch(Image)
     with pytest.raises(T3DError, match=r"not a gymnasium\.Env"):
         batch(lambda: 3)

@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from oracle import Oracle, layers_of
+from gymnasium import spaces
+from oracle import Eye, Oracle, layers_of
 
-from t3d import T3D, rng, steps
+from t3d import T3D, networks, rng, steps
 from t3d.agent import tensors
+from t3d.layout import describe
 from t3d.replay import Batch
 from t3d.rng import Purpose
+from t3d.sight import Sight
+from t3d.vision import seeing
 
 OBS, ACTION, BATCH, HIDDEN = 5, 2, 32, (24, 16)
 KNOBS = steps.Knobs(gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3)
@@ -136,3 +140,42 @@ def test_documents_class(updates, dtype, weights, moments, max_action):
         noise = rng.normal(agent.seeds, Purpose.SMOOTHING, i, (BATCH, ACTION), dtype)[0].double().numpy()
         oracle.update(*transitions, noise, gamma=0.97, tau=0.03, sigma=0.9, clip=1.1, delay=2)
     assert_equal(tensors(agent), oracle.tensors(), weights, moments)
+
+
+@pytest.mark.parametrize("numbers", [0, 2])
+@pytest.mark.parametrize("encoder", ["separate", "critic"])
+def test_networks_that_see(encoder, numbers):
+    """Two layers of convolutions over two frames, with and without numbers beside them: every tensor, five updates."""
+    parts = {"camera": spaces.Box(0, 255, (13, 22, 3), np.uint8), "numbers": spaces.Box(-1, 1, (numbers,))}
+    sight = Sight.of(describe(spaces.Dict(parts), "x"), 2)
+    with networks.using(seeing(sight, encoder)):
+        agent = steps.init_agent(torch.tensor([7]), sight.dim, ACTION, HIDDEN, torch.float64)
+        whose = "critic.eye." if encoder == "critic" else "eye."
+        eyes = [eye_of(agent.actor, whose, 0), eye_of(agent.critic, "eye.", 0, 0), eye_of(agent.critic, "eye.", -1, 0)]
+        heads = [head_of(agent.actor, 0), head_of(agent.critic, 0, 0), head_of(agent.critic, 1, 0)]
+        actor, *critics = (eye + head for eye, head in zip(eyes, heads, strict=True))
+        eye = Eye(len(eyes[0]), 2, 13, 22, 3, shared=encoder == "critic")
+        rates = {"actor_lr": KNOBS.actor_lr, "critic_lr": KNOBS.critic_lr}
+        oracle = Oracle(actor, critics, eye=eye, **rates)
+        source = np.random.default_rng(0)
+        for update in range(1, 6):
+            s, a, r, s2, done, noise = draw_batch(source)
+            s, s2 = (np.concatenate([source.integers(0, 256, (BATCH, eye.pixels)), x[:, :numbers]], 1) for x in (s, s2))
+            epsilon = torch.tensor(noise)[None]
+            memory = Given(s, a, r, s2, done, torch.float64)
+            steps.learn(memory, agent, torch.empty(0), epsilon, KNOBS, update % 2 == 0)
+            oracle.update(s, a, r, s2, done, noise, **ORACLE_KNOBS)
+    ours, theirs = tensors(agent), oracle.tensors()
+    assert ours.keys() - {"seeds"} == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name].numpy(), tensor, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def eye_of(parameters, prefix, *index):
+    return layers_of(
+        {name.removeprefix(prefix): t for name, t in parameters.items() if name.startswith(prefix)}, *index
+    )
+
+
+def head_of(parameters, *index):
+    return layers_of({name: tensor for name, tensor in parameters.items() if "." not in name}, *index)

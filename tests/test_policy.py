@@ -93,7 +93,7 @@ def test_no_time_and_no_host_in_a_policy(run):
     card = json.loads((run.path / "policies" / "best-seed-3.json").read_text())
     assert card.keys() == {
         "format", "env", "seed", "step", "returns", "lengths", "layout", "action_low", "action_high",
-        "action_dtype", "hidden", "network", "sha256",
+        "action_dtype", "hidden", "network", "stack", "sha256",
     }  # fmt: skip
 
 

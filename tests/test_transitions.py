@@ -47,7 +47,7 @@ def play(kind, count, n, transitions):
     while seen < transitions:
         moved = envs.step(action[0])
         rows = nstep.add(obs, action, *(x[None] for x in (moved.reward, moved.final_obs, *moved[2:4], moved.valid)))
-        memory.add(*rows)
+        memory.add_rows(rows)
         obs, seen = moved.obs[None], seen + int(moved.valid.sum())
     envs.close()
     stored = int(memory.length)

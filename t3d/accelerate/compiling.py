@@ -32,7 +32,7 @@ class Compiled:
         self._play = Player(
             whole.agent,
             whole.memory,
-            obs=torch.zeros(*shape, whole.memory.obs_dim, device=device),
+            obs=torch.zeros(*shape, whole.memory.seen_dim, device=device),
             step=torch.zeros((), dtype=torch.int64, device=device),
             action=torch.zeros(*shape, dim, device=device),
         )
@@ -101,7 +101,8 @@ class Student:
             return rows.repeat(1, 1, width)
 
         reward, terminated, discount = (rows[..., 0].clone() for _ in range(3))
-        batch = Batch(wide(memory.obs_dim), wide(memory.action_dim), reward, wide(memory.obs_dim), terminated, discount)
+        dims = memory.seen_dim, memory.action_dim
+        batch = Batch(wide(dims[0]), wide(dims[1]), reward, wide(dims[0]), terminated, discount)
         return Student(learner, batch, wide(memory.action_dim))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
@@ -31,18 +32,14 @@ class Recorded:
         keep_translations()
         self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
         shape = (len(agent.seeds), config.num_envs)
-        rows = (shape[0], config.num_envs * config.n_step)
         self._in = Transfer(
             device,
-            step=((), torch.int64),
-            length=(shape[:1], torch.int64),
-            where=(rows, torch.int64),
-            obs=((*shape, self._memory.obs_dim), torch.float32),
-            rows=((*rows, self._memory.rows.shape[-1]), torch.float32),
+            step=((), np.int64),
+            obs=((*shape, self._memory.seen_dim), np.float32),
+            **self._memory.incoming(config.num_envs * config.n_step, self._memory.frames_a_step),
         )
-        self._out = Transfer(device, action=((*shape, self._memory.action_dim), torch.float32))
-        self._nowhere = self._memory.first + self._memory.capacity  # the rows that are never read
-        self._in.here["where"][:] = self._nowhere
+        self._out = Transfer(device, action=((*shape, self._memory.action_dim), np.float32))
+        self._memory.nothing(self._in.here)
         there = self._in.there
         player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
@@ -61,8 +58,7 @@ class Recorded:
 
         def store() -> None:
             self._in.to_device()
-            self._memory.write(there["rows"], there["where"])
-            self._memory.length.copy_(there["length"])
+            self._memory.write(there)
 
         def explore() -> None:
             store()
@@ -71,7 +67,6 @@ class Recorded:
 
         with _undone(whole):
             explore()
-        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
         self._explore, self._store = recorded(explore), recorded(store)
         self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
         self._mark = Mark()  # behind the last thing that reads `_in` or writes `_out`
@@ -80,8 +75,7 @@ class Recorded:
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         self._mark.wait()
         if not self._pending:  # what went with the last copy is stored
-            self._in.here["where"][:] = self._nowhere
-            np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
+            self._memory.nothing(self._in.here)
         self._in.here["obs"][:] = obs
         self._in.here["step"][...] = step
         self._explore.replay()
@@ -91,13 +85,12 @@ class Recorded:
 
     def _explored(self) -> Floats:
         self._mark.wait()
-        return self._out.here["action"].copy()
+        return np.array(self._out.here["action"])
 
     def store(self, rows: Rows) -> None:
         self.flush()
         self._mark.wait()
-        self._in.here["where"][:] = self._memory.lay_out(self._in.here["rows"], rows)
-        np.minimum(self._memory.stored, self._memory.capacity, out=self._in.here["length"])
+        self._memory.lay_out(self._in.here, rows)
         self._pending = True
 
     def update(self, k: int, delayed: bool) -> None:
@@ -139,16 +132,19 @@ ON_GPU = {
 class Transfer:
     """Arrays on the host and tensors of the same names on the device, which move from here to there in one copy."""
 
-    def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], torch.dtype]) -> None:
-        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in parts.items()}
+    def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], type]) -> None:
+        # The widest first: each begins at a multiple of its own width.
+        parts = dict(sorted(parts.items(), key=lambda item: -np.dtype(item[1][1]).itemsize))
+        sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in parts.items()}
         self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros_like(self._here, device=device)
-        self.here, self.there = {}, {}
+        self.here: dict[str, NDArray[Any]] = {}
+        self.there: dict[str, Tensor] = {}
         end = 0
         for name, (shape, dtype) in parts.items():
             begin, end = end, end + sizes[name]
-            self.here[name] = self._here[begin:end].view(dtype).view(shape).numpy()
-            self.there[name] = self._there[begin:end].view(dtype).view(shape)
+            self.here[name] = self._here[begin:end].numpy().view(dtype).reshape(shape)
+            self.there[name] = self._there[begin:end].view(torch.from_numpy(self.here[name]).dtype).view(shape)
 
     def to_device(self) -> None:
         self._there.copy_(self._here, non_blocking=True)
@@ -168,7 +164,7 @@ def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 @contextmanager
 def _undone(to: Learner) -> Iterator[None]:
     """Whatever happens to an agent and its metrics inside is as it was afterwards."""
-    memory = {name: tensor for name, tensor in to.memory.tensors().items() if name != "rows"}
+    memory = {name: tensor for name, tensor in to.memory.tensors().items() if name not in ("rows", "frames")}
     tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "memory": memory})
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     try:

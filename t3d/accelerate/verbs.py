@@ -55,14 +55,16 @@ class CannotCompile(Exception):
 @contextmanager
 def hardware(threads: int, precision: str) -> Iterator[None]:
     """Results depend on how products are split over threads and rounded, so a run sets both for itself."""
-    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = torch.get_num_threads(), products.allow_tf32, convolutions.allow_tf32, convolutions.deterministic
     torch.set_num_threads(threads)
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    products.allow_tf32 = convolutions.allow_tf32 = precision == "tf32"
+    convolutions.deterministic = True
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
-        torch.backends.cuda.matmul.allow_tf32 = before[1]
+        products.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before[1:]
 
 
 def products(config: Config, device: torch.device) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from t3d.envs.actions import ActionRange
 from t3d.errors import T3DError
 from t3d.layout import Layout
+from t3d.sight import Sight
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -29,6 +30,10 @@ class Moved(NamedTuple):
     final_obs: Floats
     valid: Flags
 
+    def begun(self, active: Flags | None) -> Flags:
+        """(N,) whose `obs` is not what came before it, of those that were `active`: an episode began there."""
+        return self.terminated | self.truncated | (~self.valid if active is None else active & ~self.valid)
+
 
 class EnvBatch(Protocol):
     """N environments of one kind."""
@@ -38,6 +43,7 @@ class EnvBatch(Protocol):
     layout: Layout
     obs_dim: int
     actions: ActionRange
+    sight: Sight | None  # how its observations are put together, where they have pictures
 
     @property
     def lost(self) -> int:

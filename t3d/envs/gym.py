@@ -13,10 +13,13 @@ from t3d.envs.slots import Lost, Raised, Slot
 from t3d.envs.workers import Worker
 from t3d.errors import T3DError
 from t3d.layout import Layout, describe, flatten, size
+from t3d.sight import Sight
 
 
 class GymBatch:
     """N Gymnasium environments, each in its slot."""
+
+    sight: Sight | None = None
 
     def __init__(
         self,
@@ -129,15 +132,7 @@ class GymBatch:
 
 def observable(space: spaces.Space[Any], name: str) -> Layout:
     """How its observations are laid out, if they can be learned from."""
-    for part in space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", ()):
-        refuse_images(part, name)
-    refuse_images(space, name)
     layout = describe(space, name)
     if size(layout) == 0:
         raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
     return layout
-
-
-def refuse_images(space: spaces.Space[Any], name: str) -> None:
-    if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
-        raise T3DError(f"{name} shows images {space.shape}; only vectors of numbers can be learned from yet.")

@@ -16,6 +16,7 @@ from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
 from t3d.envs.mujoco_tasks import TASKS, Array, Simulations
 from t3d.layout import describe, size
+from t3d.sight import Sight
 
 
 class Many:
@@ -94,6 +95,7 @@ class One:
 class MujocoBatch:
     """N copies of a MuJoCo task, stepped together."""
 
+    sight: Sight | None = None
     lost = 0
 
     def __init__(

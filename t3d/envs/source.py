@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 from weakref import WeakSet
@@ -18,10 +18,12 @@ from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.slots import LocalSlot, Slot, said
+from t3d.envs.stacked import Stacked
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
 from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest
+from t3d.sight import Sight
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 Path = Literal["mujoco.batch", "gymnasium"]
@@ -41,8 +43,16 @@ class Source:
 
     env: str | Maker
     args: dict[str, Any] = field(default_factory=dict)
+    pixels: int = 0  # if not 0, pictures of the environment, so high and wide, are its observations
+    stack: int = 1  # frames that are seen at once, where observations have pictures
     vector: "VectorEnv[Any, Any, Any] | None" = None
     _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
+
+    def seen(self, pixels: int, stack: int) -> "Source":
+        """The same, seen in another way."""
+        if pixels and self.vector is not None:
+            raise T3DError("--pixels is for environments that are made here; a vector environment shows what it shows.")
+        return replace(self, pixels=pixels, stack=stack)
 
     @property
     def name(self) -> str:
@@ -75,7 +85,7 @@ class Source:
 
     def _one(self) -> "gymnasium.Env[Any, Any]":
         try:
-            return make(self._full, self.args)  # type: ignore[no-any-return]
+            return make(self._full, self.args, self.pixels)  # type: ignore[no-any-return]
         except ModuleNotFoundError as problem:
             missing = problem.name or str(self._full).rpartition(":")[0]
             how = f" It comes with pip install 't3d[{EXTRAS[missing]}]'." if missing in EXTRAS else ""
@@ -106,6 +116,8 @@ class Source:
             return "gymnasium", "there is no faster path for it"
         if self.args:
             return "gymnasium", "it has arguments of its own"
+        if self.pixels:
+            return "gymnasium", "it is seen in pictures"
         if find_spec("mujoco.batch") is None:
             return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
         return "mujoco.batch", "it is bit-identical to Gymnasium there"
@@ -121,10 +133,21 @@ class Source:
                 f"the vector environment has {self.vector.num_envs} environments, and seeds times num_envs is {count};"
                 " they must be the same number, and workers must be 0."
             )
-        return VectorBatch(self.name, self.vector, episode_seed)
+        return self._stacked(VectorBatch(self.name, self.vector, episode_seed))
 
     def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0) -> EnvBatch:
         """`count` environments behind the contract."""
+        return self._stacked(self._batch(count, episode_seed, workers, stall_seconds))
+
+    def _stacked(self, batch: EnvBatch) -> EnvBatch:
+        try:
+            sight = Sight.of(batch.layout, self.stack, self.name)
+        except T3DError:
+            batch.close()
+            raise
+        return batch if sight is None else Stacked(batch, sight)
+
+    def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
         first = self.one()
         try:
             observable(first.observation_space, self.name)
@@ -140,7 +163,7 @@ class Source:
         if workers:
             first.close()
             processes = [
-                Worker(self.name, self._full, self.args, list(range(k, count, workers)), stall_seconds)
+                Worker(self.name, self._full, self.args, self.pixels, list(range(k, count, workers)), stall_seconds)
                 for k in range(min(workers, count))
             ]
             try:
@@ -165,12 +188,13 @@ def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | Non
     spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
     if eval_env is None and spec is not None and spec.id in gymnasium.registry:
         of_the_vector = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
-        return Source(spec.id, {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}, vector)
+        args = {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}
+        return Source(spec.id, args, vector=vector)
     if eval_env is None:
         if not makers:
             raise T3DError("evaluations need environments of their own: give t3d.train an eval_env to make them with.")
         eval_env = makers[0]
-    return Source(eval_env, {}, vector)
+    return Source(eval_env, vector=vector)
 
 
 def open_source(

@@ -18,11 +18,13 @@ from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
 from t3d.envs.gym import observable
 from t3d.errors import T3DError
 from t3d.layout import size
+from t3d.sight import Sight
 
 
 class VectorBatch:
     """All environments of a vector environment."""
 
+    sight: Sight | None = None
     lost = cut = 0
 
     def __init__(self, name: str, env: "VectorEnv[Any, Any, Any]", episode_seed: EpisodeSeed) -> None:

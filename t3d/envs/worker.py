@@ -4,14 +4,17 @@ It is started as a script and imports nothing of the package, so that a worker s
 The parent starts it itself and hands it what to make; no file is ever read here.
 """
 
+import os
 import sys
 import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
 
-def make(env: Any, args: dict[str, Any]) -> Any:
-    """One environment, from an id or from whatever makes one when called."""
+def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
+    """One environment, from an id or from whatever makes one when called; if `pixels` are given it shows pictures."""
+    if pixels:
+        return rendered(make(env, {"render_mode": "rgb_array", **args}), pixels)
     import gymnasium
 
     if callable(env):
@@ -20,6 +23,26 @@ def make(env: Any, args: dict[str, Any]) -> Any:
     if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
         quiet_mujoco()
     return gymnasium.make(env, disable_env_checker=True, **args)
+
+
+def rendered(env: Any, pixels: int) -> Any:
+    """The environment with pictures of itself, so many pixels high and wide, in the place of its observations."""
+    import gymnasium
+    import numpy as np
+    from PIL import Image
+
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures, and no window
+
+    class Rendered(gymnasium.ObservationWrapper[Any, Any, Any]):
+        def __init__(self, env: Any) -> None:
+            super().__init__(env)
+            self.observation_space = gymnasium.spaces.Box(0, 255, (pixels, pixels, 3), np.uint8)
+
+        def observation(self, observation: Any) -> Any:
+            picture = Image.fromarray(np.asarray(self.env.render(), np.uint8))
+            return np.asarray(picture.resize((pixels, pixels), Image.Resampling.BOX))
+
+    return Rendered(env)
 
 
 def quiet_mujoco() -> None:
@@ -50,8 +73,8 @@ def serve(pipe: Connection) -> None:
     """Make the environments, then reset and step them as asked until the pipe closes."""
     import cloudpickle
 
-    env, args, indices = cloudpickle.loads(pipe.recv_bytes())
-    envs = {index: make(env, args) for index in indices}
+    env, args, pixels, indices = cloudpickle.loads(pipe.recv_bytes())
+    envs = {index: make(env, args, pixels) for index in indices}
     pipe.send(("ready", None))
     while True:
         try:

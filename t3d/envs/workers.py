@@ -21,11 +21,13 @@ TRIES = 5  # a worker that dies this often without finishing a step is not worth
 class Worker:
     """A process with some of the environments."""
 
-    def __init__(self, name: str, env: Any, args: dict[str, Any], indices: list[int], stall_seconds: float) -> None:
+    def __init__(
+        self, name: str, env: Any, args: dict[str, Any], pixels: int, indices: list[int], stall_seconds: float
+    ) -> None:
         self.name, self.stall_seconds = name, stall_seconds
         self.replaced = 0
         self._deaths_in_a_row = 0
-        self._order = cloudpickle.dumps((env, args, indices))
+        self._order = cloudpickle.dumps((env, args, pixels, indices))
         self._launch()
 
     def _launch(self) -> None:

@@ -9,7 +9,8 @@ The manifest names every file with its size and SHA-256, also the segments of th
 checkpoint costs what is new. Nothing is overwritten: an old checkpoint is removed when two newer ones are whole, a
 segment when no checkpoint that is left needs it. Writing goes on beside training, one checkpoint at a time.
 
-Shapes: S seeds. The rows of a seed are counted from 0 over the run; a segment holds those from `first` to `last` (S,).
+A ring is a seed's rows, or its frames. What is stored in it is counted from 0 over the run; a segment holds what came
+from `first` to `last`, ring by ring.
 """
 
 import hashlib
@@ -87,16 +88,17 @@ class Checkpoints:
         metrics = files.sync(self.run / "metrics.jsonl")
         # On the device: it has to copy before it goes on, and the way to the host is long.
         copy = {name: tensor.detach().clone() for name, tensor in state.items()}
-        told = self.segments[-1].last if self.segments else [0] * len(memory.stored)
-        first = np.maximum(told, memory.stored - memory.capacity)  # the oldest may be overwritten already
-        rows = memory.since(first)
+        rings = memory.rings()
+        stored, capacities = [int(ring.stored[0]) for ring in rings], [ring.capacity for ring in rings]
+        told = self.segments[-1].last if self.segments else [0] * len(rings)
+        # The oldest may be overwritten already.
+        first = [max(*numbers) for numbers in zip(told, np.subtract(stored, capacities).tolist(), strict=True)]
+        rows = [ring.since(begin) for ring, begin in zip(rings, first, strict=True)]
         copied: Any = None
         if memory.rows.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._writing = self._worker.submit(
-            self._write, step, copy, rows, first.tolist(), memory.stored.tolist(), memory.capacity, metrics, copied
-        )
+        self._writing = self._worker.submit(self._write, step, copy, rows, first, stored, capacities, metrics, copied)
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -114,7 +116,7 @@ class Checkpoints:
         rows: list[Tensor],
         first: list[int],
         last: list[int],
-        capacity: int,
+        capacities: list[int],
         metrics: int,
         copied: Any,
     ) -> None:
@@ -124,7 +126,7 @@ class Checkpoints:
                 torch.cuda.current_stream().wait_event(copied)
                 state = {name: tensor.cpu() for name, tensor in state.items()}
                 rows = [tensor.cpu() for tensor in rows]
-        segments = [part for part in self.segments if any(_needed(part, last, capacity))]
+        segments = [part for part in self.segments if any(_needed(part, last, capacities))]
         if first != last:
             name = f"replay/{_free_name(self.run / 'replay', f'step-{step}')}"
             segments.append(self._write_segment(name, {str(k): t for k, t in enumerate(rows)}, first, last))
@@ -266,7 +268,9 @@ class Checkpoints:
             if step > checkpoint.step or not (self._folder(step) / "manifest.json").exists():
                 files.remove(self._folder(step))
         for part in checkpoint.segments:
-            memory.put(part.first, [rows for _, rows in sorted(self._read_segment(part).items(), key=_number)])
+            rows = [tensor for _, tensor in sorted(self._read_segment(part).items(), key=_number)]
+            for ring, first, of_ring in zip(memory.rings(), part.first, rows, strict=True):
+                ring.put(first, of_ring)
         self.segments = list(checkpoint.segments)
         self._tidy()
         files.cut(self.run / "metrics.jsonl", checkpoint.metrics)
@@ -290,6 +294,6 @@ def _number(item: tuple[str, Tensor]) -> int:
     return int(item[0])
 
 
-def _needed(part: Segment, stored: list[int], capacity: int) -> list[bool]:
-    """Seed by seed, whether the ring still holds one of its rows."""
-    return [last > count - capacity for last, count in zip(part.last, stored, strict=True)]
+def _needed(part: Segment, stored: list[int], capacities: list[int]) -> list[bool]:
+    """Ring by ring, whether it still holds one of its rows."""
+    return [last > count - size for last, count, size in zip(part.last, stored, capacities, strict=True)]

@@ -1,0 +1,53 @@
+"""Environments with pictures: each shows its last few frames at once, and those of its own episode alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from t3d.envs.batch import EnvBatch, Flags, Floats, Moved
+from t3d.sight import Sight
+
+
+class Stacked:
+    """A batch whose observations are put together as `sight` says; an episode's first frame fills the stack."""
+
+    sight: Sight | None
+
+    def __init__(self, batch: EnvBatch, sight: Sight) -> None:
+        self._batch, self.sight, self._sight = batch, sight, sight
+        self.name, self.count, self.actions, self.layout = batch.name, batch.count, batch.actions, batch.layout
+        self.obs_dim = sight.dim
+        self._frames = np.zeros((batch.count, sight.stack, sight.frame_size), np.float32)
+
+    @property
+    def lost(self) -> int:
+        return self._batch.lost
+
+    @property
+    def cut(self) -> int:
+        return self._batch.cut
+
+    @property
+    def episodes(self) -> list[int]:
+        return self._batch.episodes
+
+    def reset(self, episodes: Sequence[int] | None = None) -> Floats:
+        obs = self._batch.reset(episodes)
+        self._frames[:] = obs[:, None, self._sight.pixels]
+        return self._sight.seen(self._frames, obs)
+
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+        moved = self._batch.step(actions, active)
+        valid, begun = moved.valid, moved.begun(active)
+        self._frames[valid, :-1] = self._frames[valid, 1:]
+        self._frames[valid, -1] = moved.final_obs[valid][:, self._sight.pixels]
+        final_obs = self._sight.seen(self._frames, moved.final_obs)
+        if not begun.any():
+            return moved._replace(obs=final_obs.copy(), final_obs=final_obs)
+        self._frames[begun] = moved.obs[begun][:, None, self._sight.pixels]
+        return moved._replace(obs=self._sight.seen(self._frames, moved.obs), final_obs=final_obs)
+
+    def close(self) -> None:
+        self._batch.close()

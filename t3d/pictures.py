@@ -1,0 +1,209 @@
+"""[steps 1 and 4] A replay memory for observations with pictures: every frame is stored once, in bytes.
+
+A row holds no pictures but the numbers of the places where they lie, those of all frames that were seen at once: what
+was seen is put together from them when it is sampled, and can never reach across an episode's border.
+
+    places of obs's frames | numbers || action || places of next_obs's frames | numbers || reward | terminated | span
+
+An episode of T steps has T + 1 frames, so there are places for a few more frames than rows. Where episodes are so short
+that those do not suffice, a frame is overwritten together with all rows that need it: these are not drawn any more.
+
+Shapes: S seeds, N environments a seed, K frames seen at once, F bytes of a frame, V numbers, B batch.
+"""
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from t3d.replay import Flags, Frames, Replay, Ring, Rows, put
+from t3d.sight import Sight
+
+LARGEST = 2**24  # frames of a seed: their places are kept in float32, exactly
+
+
+class Pictures(Replay):
+    """[step 1] Rows, frames, and which frames each environment has before its eyes."""
+
+    def __init__(
+        self,
+        seeds: int,
+        capacity: int,
+        sight: Sight,
+        action_dim: int,
+        envs: int,
+        n_step: int = 1,
+        augment: bool = False,
+        **options: Any,
+    ) -> None:
+        numbers = len(sight.numbers)
+        super().__init__(seeds, capacity, sight.stack + numbers, action_dim, numbers=numbers, **options)
+        self.sight, self.seen_dim, self.frames_a_step = sight, sight.dim, 2 * envs
+        # A shift of a twentieth of the picture, as pixel agents do it: 4 of 84.
+        self.shift = min(sight.height, sight.width) // 20 if augment else 0
+        self.places = places_for(capacity, envs * (sight.stack + n_step))
+        # The last place is for what is no frame; it is never read.
+        size = (seeds, self.places + 1, sight.frame_size)
+        self.frames = torch.empty(size, dtype=torch.uint8, device=self.rows.device)
+        self.begin = torch.zeros(seeds, dtype=torch.int64, device=self.rows.device)
+        self.framed = np.zeros(seeds, np.int64)  # frames ever stored
+        self.recent = np.zeros((seeds, envs, sight.stack), np.int64)  # before each environment's eyes; counted from 0
+        self.needs = np.zeros((seeds, capacity), np.int64)  # the oldest frame of each row
+        self.lost = np.zeros(seeds, np.int64)  # rows whose frames are overwritten: all before this one
+
+    # ---------------------------------------------------------------------------------------- what is seen
+
+    def refer(self, obs: NDArray[Any]) -> NDArray[Any]:
+        return self._rows(self.recent, obs)
+
+    def look(
+        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, begun: Flags
+    ) -> tuple[NDArray[Any], NDArray[Any], Frames]:
+        before = self.refer(obs)
+        after = self.recent.copy()
+        numbers = self._numbered(np.concatenate([valid, begun], 1))
+        moved, first = np.split(numbers, 2, 1)
+        after[valid] = np.concatenate([after[valid][:, 1:], moved[valid][:, None]], 1)
+        self.recent[:] = np.where(begun[..., None], first[..., None], after)
+        pixels = np.concatenate([self._newest(final_obs), self._newest(next_obs)], 1)
+        return before, self._rows(after, final_obs), Frames(pixels, self._where(numbers))
+
+    def start(self, obs: NDArray[Any], begun: Flags) -> None:
+        numbers = self._numbered(begun)
+        self.recent[begun] = numbers[begun][:, None]
+        device = self.rows.device
+        new = torch.from_numpy(self._newest(obs)), torch.from_numpy(self._where(numbers))
+        put(self.frames, new[1].to(device), new[0].to(device))
+
+    def _numbered(self, wanted: Flags) -> NDArray[np.int64]:
+        """The numbers of new frames, one for each that is `wanted` (S, M), and -1 for the others."""
+        order = wanted.cumsum(1)
+        numbers = np.where(wanted, self.framed[:, None] + order - 1, -1)
+        self.framed += order[:, -1]
+        return numbers
+
+    def _where(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        seeds = np.arange(len(self.frames))[:, None] * (self.places + 1)
+        return np.where(numbers >= 0, numbers % self.places, self.places) + seeds
+
+    def _newest(self, obs: NDArray[Any]) -> NDArray[np.uint8]:
+        """The newest frame of observations (S, N, dim)."""
+        end = self.sight.stack * self.sight.frame_size
+        return obs[..., end - self.sight.frame_size : end].astype(np.uint8)
+
+    def _rows(self, frames: NDArray[np.int64], obs: NDArray[Any]) -> NDArray[np.float32]:
+        """Frames by number (S, N, K) and the numbers of observations, as rows have them."""
+        numbers = obs[..., self.sight.stack * self.sight.frame_size :]
+        return np.concatenate([(frames % self.places).astype(np.float32), numbers], -1)
+
+    # ---------------------------------------------------------------------------------------- what is stored
+
+    def incoming(self, count: int, frames: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        seeds = len(self.rows)
+        return {
+            **super().incoming(count, frames),
+            "begin": ((seeds,), np.int64),
+            "frames": ((seeds, frames, self.sight.frame_size), np.uint8),
+            "frames_where": ((seeds, frames), np.int64),
+        }
+
+    def lay_out(self, into: dict[str, NDArray[Any]], rows: Rows) -> None:
+        before = self.stored.copy()
+        super().lay_out(into, rows)
+        if rows.frames is not None:
+            into["frames"][:], into["frames_where"][:] = rows.frames
+        oldest = self._number(into["rows"][..., 0])
+        for k, of_seed in enumerate(rows.valid):
+            new = oldest[k, of_seed]
+            self.needs[k, (before[k] + np.arange(len(new))) % self.capacity] = new
+        self.tell(into)
+
+    def _number(self, place: NDArray[Any]) -> NDArray[np.int64]:
+        """The newest frame (S, …) that lay in a place."""
+        newest = (self.framed - 1).reshape(-1, *[1] * (place.ndim - 1))
+        return newest - (newest - place.astype(np.int64)) % self.places
+
+    def tell(self, into: dict[str, NDArray[Any]]) -> None:
+        np.maximum(self.lost, self.stored - self.capacity, out=self.lost)
+        for k, oldest in enumerate(self.framed - self.places):
+            while self.lost[k] < self.stored[k] and self.needs[k, self.lost[k] % self.capacity] < oldest:
+                self.lost[k] += 1
+        into["begin"][:], into["length"][:] = self.lost, self.stored - self.lost
+
+    def nothing(self, into: dict[str, NDArray[Any]]) -> None:
+        super().nothing(into)
+        into["frames_where"][:] = self._where(np.full(into["frames_where"].shape, -1))
+
+    def write(self, new: dict[str, Tensor]) -> None:
+        super().write(new)
+        self.begin.copy_(new["begin"])
+        put(self.frames, new["frames_where"], new["frames"])
+
+    # ---------------------------------------------------------------------------------------- what is sampled
+
+    def drawn(self, bits: Tensor) -> Tensor:
+        return (self.begin[:, None] + super().drawn(bits)) % self.capacity
+
+    def seen(self, obs: Tensor, next_obs: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        return self._seen(obs, bits >> 32), self._seen(next_obs, bits >> 48)  # the upper half is for this
+
+    def _seen(self, rows: Tensor, bits: Tensor) -> Tensor:
+        """Frames (S, B, K · F) in the place of their places, shifted at random if they are to be, and the numbers."""
+        sight, shift = self.sight, self.shift
+        places, numbers = rows[..., : sight.stack].long(), rows[..., sight.stack :]
+        seeds = torch.arange(len(rows), device=rows.device)[:, None, None] * (self.places + 1)
+        frames, where = self.frames.flatten(0, 1), places + seeds
+        if shift:
+            # Two numbers from 0 to 2 · shift; what comes in from beyond the border is the border again.
+            down, across = (((part & 0xFF) * (2 * shift + 1)) >> 8 for part in (bits, bits >> 8))
+            y, x = (
+                (torch.arange(side, device=rows.device) + move[..., None] - shift).clamp(0, side - 1)
+                for side, move in ((sight.height, down), (sight.width, across))
+            )
+            pictures = frames.view(-1, sight.height, sight.width, sight.channels)
+            pixels = pictures[where[..., None, None], y[:, :, None, :, None], x[:, :, None, None, :]]
+        else:
+            pixels = frames.index_select(0, where.flatten())
+        return torch.cat([pixels.reshape(*rows.shape[:2], -1).to(rows.dtype), numbers], -1)
+
+    # ---------------------------------------------------------------------------------------- what is kept
+
+    def rings(self) -> list[Ring]:
+        frames = [Ring(self.frames[k], self.framed[k : k + 1], self.places) for k in range(len(self.frames))]
+        return super().rings() + frames
+
+    def restored(self) -> None:
+        for k, stored in enumerate(self.stored):
+            view = self.seed(k)
+            filled = min(int(stored), self.capacity)
+            view.needs[:, :filled] = view._number(view.rows[:, :filled, 0].cpu().numpy())
+        self.begin.copy_(torch.from_numpy(self.lost))
+        self.length.copy_(torch.from_numpy(self.stored - self.lost))
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.frames.nbytes + self.needs.nbytes
+
+    def counters(self) -> dict[str, NDArray[np.int64]]:
+        return {**super().counters(), "framed": self.framed, "recent": self.recent, "lost": self.lost}
+
+    def seed(self, k: int) -> Self:
+        view = super().seed(k)
+        for name in ("framed", "recent", "needs", "lost"):
+            setattr(view, name, getattr(self, name)[k : k + 1])
+        return view
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**super().tensors(), "frames": self.frames, "begin": self.begin}
+
+    def with_tensors(self, given: dict[str, Tensor]) -> Self:
+        other = super().with_tensors(given)
+        other.frames, other.begin = given["frames"], given["begin"]
+        return other
+
+
+def places_for(capacity: int, under_way: int) -> int:
+    """Places for frames: one for each row, some for the beginnings of episodes, and for what is not in a row yet."""
+    return capacity + capacity // 50 + 2 * under_way + 2

@@ -1,0 +1,308 @@
+"""Observations with pictures: what is seen, stored once, put together again, and learned from."""
+
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from scripted import Lamp, Shown, Sweep
+
+import t3d
+from t3d import networks, states, training
+from t3d.accelerate import accelerate
+from t3d.agent import tensors
+from t3d.config import Config, settle
+from t3d.envs import open_source
+from t3d.errors import T3DError
+from t3d.layout import describe, flatten
+from t3d.pictures import Pictures
+from t3d.sight import Sight
+from t3d.vision import seeing
+
+SMALL = {"hidden": (16,), "batch_size": 8, "random_steps": 10, "device": "cpu", "accelerate": "eager", "augment": "off"}
+
+
+def begun(env, seeds=(3, 5), **knobs):
+    config = settle(Config(**{**SMALL, "steps": 300, **knobs}), "td3", "x", len(seeds))
+    state = states.begin(open_source(env).seen(config.pixels, config.frame_stack), list(seeds), config)
+    return state, config
+
+
+def played(env, steps, **knobs):
+    """A state after so many steps with random actions."""
+    state, config = begun(env, **{"random_steps": 1999, "steps": 2000, **knobs})
+    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    for _ in range(steps):
+        training.turn(state, config, verbs)
+    state.envs.close()
+    return state
+
+
+# ------------------------------------------------------------------------------------------ what is seen
+
+
+def test_pictures_are_told_from_tables():
+    def kind(shape, dtype=np.uint8):
+        return describe(spaces.Box(0, 255, shape, dtype), "x")["kind"]
+
+    assert [kind(shape) for shape in ((8, 9), (64, 48, 3), (3, 64, 48), (84, 84, 12))] == ["picture"] * 4
+    assert kind((4, 4)) == kind((7, 2, 2)) == kind((84, 84), np.float32) == kind((100,)) == "array"
+    for shape in ((4, 84, 84, 3), (8, 3, 84)):
+        with pytest.raises(T3DError, match="one at a time"):
+            kind(shape)
+
+
+def test_channels_that_come_first_are_put_last():
+    last = np.random.default_rng(0).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    first = np.moveaxis(last, 2, 0)
+    layouts = [describe(spaces.Box(0, 255, picture.shape, np.uint8), "x") for picture in (last, first)]
+    assert (flatten(layouts[0], last) == flatten(layouts[1], first)).all()
+    assert all((s.height, s.width, s.channels) == (9, 11, 3) for s in (Sight.of(layout, 2) for layout in layouts))
+
+
+def test_pictures_of_one_observation_are_seen_on_top_of_each_other():
+    both = spaces.Dict(
+        {
+            "a": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+            "b": spaces.Box(-1, 1, (2,)),
+            "c": spaces.Box(0, 255, (8, 8), np.uint8),
+        }
+    )
+    sight = Sight.of(describe(both, "x"), 3)
+    assert (sight.channels, sight.frame_size, len(sight.numbers), sight.dim) == (4, 256, 2, 3 * 256 + 2)
+    both["c"] = spaces.Box(0, 255, (9, 8), np.uint8)
+    with pytest.raises(T3DError, match="several sizes"):
+        Sight.of(describe(both, "x"), 3)
+
+
+def test_a_picture_in_floats_is_refused():
+    layout = describe(spaces.Box(0, 255, (8, 8, 3), np.uint8), "x")
+    with pytest.raises(ValueError, match="not in bytes"):
+        flatten(layout, np.zeros((8, 8, 3), np.float32))
+
+
+# ------------------------------------------------------------------------------------------ what is stored
+
+
+def told(frames):
+    """Copy, episode and step of frames (…, 64) of `Shown`."""
+    return frames[..., 0], frames[..., 1], frames[..., 2] + 256 * frames[..., 3]
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("envs, n, capacity", [(1, 1, 2000), (1, 1, 17), (2, 3, 40), (3, 1, 30)])
+@pytest.mark.parametrize("lengths", [(3, 5, 4), (1,), (1, 40)])
+def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
+    knobs = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
+    state = played(partial(Shown, lengths, numbers=numbers), 120, **knobs)
+    memory = state.memory
+    bits = (torch.arange(1000) * 2**32 // 1000).expand(2, -1)  # every row that can be drawn
+    batch = memory.sample(bits, 0.9)
+    span = torch.log(batch.discount) / np.log(0.9)
+    obs, next_obs = (part[..., : 3 * 64].view(2, 1000, 3, 64) for part in (batch.obs, batch.next_obs))
+    copy, episode, time = told(obs)
+    next_copy, next_episode, next_time = told(next_obs)
+    now = time[..., -1]
+    # Never across an episode's border.
+    assert (copy == copy[..., -1:]).all() and (next_copy == copy[..., -1:]).all()
+    assert (episode == episode[..., -1:]).all() and (next_episode == episode[..., -1:]).all()
+    ago = torch.tensor([2, 1, 0])
+    assert (time == (now[..., None] - ago).clamp(min=0)).all()
+    assert (next_time == ((now + span.round())[..., None] - ago).clamp(min=0)).all()
+    reward = sum(0.9**i * (now + i + 1) * (i < span.round()) for i in range(n))
+    assert torch.allclose(reward, batch.reward, atol=1e-4)
+    if numbers:
+        assert (batch.obs[..., -1] == now).all() and (batch.next_obs[..., -1] == next_time[..., -1]).all()
+    # All rows that are there can be drawn; where episodes are of one step, at least half of what would have room.
+    drawn = len({(int(c), int(e), int(t)) for c, e, t in zip(copy[0, :, 0], episode[0, :, 2], now[0], strict=True)})
+    assert drawn == memory.length[0] >= min(int(memory.stored[0]), capacity) // 2
+
+
+def test_a_transition_costs_one_frame():
+    memory = Pictures(2, 10_000, Sight.of(describe(spaces.Box(0, 255, (84, 84, 3), np.uint8), "x"), 3), 6, 1)
+    small = memory.rows.shape[-1] * 4
+    assert memory.nbytes / memory.capacity / 2 <= 1.05 * 84 * 84 * 3 + small + 8
+    state = played(partial(Shown, (100,), side=16), 1900, buffer_size=1000)
+    assert (state.memory.stored - state.memory.lost == 1000).all()  # and none of them is lost
+
+
+def test_shifted_pictures_are_the_pictures_shifted():
+    state = played(partial(Shown, (3,), side=40), 50, augment="on")
+    bits = (torch.arange(400) * 2**32 // 400).expand(2, -1) | (torch.arange(400) * 2654435761 % 2**31 << 32)
+    assert state.memory.shift == 2
+    shifted = state.memory.sample(bits, 0.9)
+    state.memory.shift = 0
+    plain = state.memory.sample(bits, 0.9)
+    seen = set()
+    for which in ("obs", "next_obs"):
+        moved = getattr(shifted, which).view(-1, 3, 40, 40)
+        padded = np.pad(getattr(plain, which).view(-1, 3, 40, 40).numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), "edge")
+        for one, whole in zip(moved.numpy(), padded, strict=True):
+            found = [(y, x) for y in range(5) for x in range(5) if (whole[:, y : y + 40, x : x + 40] == one).all()]
+            assert found
+            seen |= set(found)
+    assert len(seen) == 25
+
+
+# ------------------------------------------------------------------------------------------ what is learned
+
+
+@pytest.mark.parametrize("encoder", ["critic", "separate"])
+@pytest.mark.parametrize("probe, stack", [(Lamp, 1), (Sweep, 2)])
+def test_probes(probe, stack, encoder):
+    knobs = {"steps": 1500, "random_steps": 400, "hidden": (32, 32), "batch_size": 32, "tau": 0.05, "gamma": 0.9}
+    rates = {"actor_lr": 2e-4, "critic_lr": 3e-3, "exploration_noise": 0.4}
+    state, config = begun(probe, frame_stack=stack, encoder=encoder, **knobs, **rates)
+    with networks.using(state.network):
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        while state.step < config.steps:
+            training.turn(state, config, verbs)
+            training.learn_owed(state, config, verbs)
+        env = probe()
+        for side in (-1, 1):
+            frames = [env.lit(side)] + [np.full((12, 12, 3), 255, np.uint8)] * (stack - 1)
+            seen = torch.tensor(np.stack(frames), dtype=torch.float32).reshape(1, 1, -1).expand(2, -1, -1)
+            action = 2 * networks.actor(state.agent.actor, seen)
+            assert ((action - side).abs() < 0.5).all(), (side, action)
+    state.envs.close()
+
+
+def test_the_actor_sees_through_the_first_critic_and_changes_nothing_there():
+    state, config = begun(Lamp, steps=40, encoder="critic")
+    with networks.using(state.network):
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        start = {name: tensor.clone() for name, tensor in state.agent.actor.items()}
+        while state.step < config.steps:
+            training.turn(state, config, verbs)
+            training.learn_owed(state, config, verbs)
+    eye = [name for name in state.agent.actor if name.startswith("critic.eye.")]
+    assert len(eye) == 4
+    for name in eye:
+        assert torch.equal(state.agent.actor[name], state.agent.critic[name.removeprefix("critic.")][0])
+        assert not torch.equal(state.agent.actor[name], start[name])
+        assert not state.agent.actor_adam.m[name].any()
+    state.envs.close()
+
+
+def test_compiled_is_the_same():
+    ends = {}
+    for mode in ("eager", "compile"):
+        Shown.copies = 0
+        state, config = begun(
+            partial(Shown, numbers=True, side=20), steps=30, augment="on", normalize_obs="on", accelerate=mode
+        )
+        with networks.using(state.network):
+            verbs = accelerate(state.agent, state.memory, state.sums, config)
+            while state.step < config.steps:
+                training.turn(state, config, verbs)
+                training.learn_owed(state, config, verbs)
+        state.envs.close()
+        ends[mode] = tensors(state.agent)
+    for name, tensor in ends["eager"].items():
+        torch.testing.assert_close(ends["compile"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_seeds_side_by_side_do_not_disturb_each_other():
+    ends = []
+    for seeds in ((3, 5), (5,)):
+        state, config = begun(Lamp, seeds, steps=40)
+        with networks.using(state.network):
+            verbs = accelerate(state.agent, state.memory, state.sums, config)
+            while state.step < config.steps:
+                training.turn(state, config, verbs)
+                training.learn_owed(state, config, verbs)
+            state.envs.close()
+        ends.append({name: tensor[..., -1:, :, :] for name, tensor in state.agent.critic.items()})
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ what is used
+
+
+def test_a_policy_sees_frame_by_frame_what_the_evaluation_saw(tmp_path):
+    knobs = {**SMALL, "eval_every": 60, "eval_episodes": 2, "checkpoint_every": "60"}
+    env = partial(Shown, (5,), numbers=True)
+    run = t3d.train(env, steps=60, out=tmp_path / "run", progress=False, normalize_obs="on", **knobs)
+    policy = t3d.load(run, which="last")
+    assert policy.card.stack == 3 and policy.lens is not None
+    state, _ = begun(env, seeds=(0,))
+    stacked, one = state.envs.reset(), env()
+    obs, _ = one.reset()
+    for _ in range(4):
+        frames = torch.from_numpy(stacked)[None]
+        action = policy(obs)
+        normal = (frames[..., -1:] - policy.lens.shift) * policy.lens.scale
+        with networks.using(policy.network):
+            expected = networks.actor(policy.parameters, torch.cat([frames[..., :-1], normal.clamp(-10, 10)], -1))
+        # Which copy it is stands in a pixel, so what is compared is the shape of things: finite, and near.
+        assert np.isfinite(action).all() and abs(float(action[0]) - float(expected)) < 0.5
+        stacked, obs = state.envs.step(np.zeros((1, 1), np.float32)).obs, one.step(action)[0]
+    state.envs.close()
+
+
+def test_a_policy_takes_whole_stacks_and_forgets_on_reset(tmp_path):
+    run = t3d.train(Lamp, steps=20, out=tmp_path / "run", progress=False, **{**SMALL, "eval_every": 20})
+    policy = t3d.load(run)
+    frames = np.random.default_rng(0).integers(0, 256, (3, 12, 12, 3), dtype=np.uint8)
+    one_by_one = [policy(frame) for frame in frames][-1]
+    assert (one_by_one == policy(frames)).all() and (policy(frames[None])[0] == one_by_one).all()
+    policy.reset()
+    assert (policy(frames[0]) == policy(np.stack([frames[0]] * 3))).all()
+    with pytest.raises(T3DError, match="not in bytes"):
+        policy(frames[0] / 255)
+    with pytest.raises(T3DError, match="shape"):
+        policy(frames[0][:5])
+
+
+def test_weights_are_those_of_torch_modules(tmp_path):
+    run = t3d.train(Lamp, steps=20, out=tmp_path / "run", progress=False, **{**SMALL, "eval_every": 20})
+    policy = t3d.load(run)
+    layers = t3d.files.read_tensors(run.policy_path(0, "best"))
+    assert layers["eye_1.weight"].shape == (32, 9, 3, 3)
+    frames = torch.randint(0, 256, (3, 12, 12, 3))
+    x = (frames / 255 - 0.5).permute(0, 3, 1, 2).reshape(1, 9, 12, 12)
+    x = torch.relu(torch.nn.functional.conv2d(x, layers["eye_1.weight"], layers["eye_1.bias"], stride=2)).flatten(1)
+    x = x @ layers["eye_2.weight"].T + layers["eye_2.bias"]
+    x = torch.tanh(torch.nn.functional.layer_norm(x, (50,)))
+    x = torch.relu(x @ layers["layer_1.weight"].T + layers["layer_1.bias"])
+    x = torch.tanh(x @ layers["layer_2.weight"].T + layers["layer_2.bias"])
+    assert np.allclose(policy(frames.numpy().astype(np.uint8)), 2 * x[0].numpy(), atol=1e-5)
+
+
+def test_a_vector_environment_with_pictures(tmp_path):
+    for mode in gymnasium.vector.AutoresetMode:
+        vector = gymnasium.vector.SyncVectorEnv([partial(Shown, (4,))] * 2, autoreset_mode=mode)
+        run = t3d.train(vector, steps=60, out=tmp_path / mode.name, progress=False, **{**SMALL, "eval_every": 60})
+        assert run.evaluations
+
+
+def test_pendulum_from_pixels(tmp_path):
+    pytest.importorskip("pygame")
+    knobs = {"pixels": 24, "batch_size": 32, "hidden": (64, 64), "random_steps": 500, "eval_episodes": 1}
+    run = t3d.train("Pendulum-v1", steps=2000, out=tmp_path / "run", progress=False, eval_every=1000, **knobs)
+    assert [row["step"] for row in run.evaluations] == [0, 1000, 2000]
+    assert t3d.load(run).card.layout == {"kind": "picture", "shape": [24, 24, 3]}
+
+
+def test_relabelling_pictures_is_refused():
+    parts = {"observation": Lamp.observation_space}
+    parts |= dict.fromkeys(("achieved_goal", "desired_goal"), spaces.Box(-1, 1, (2,)))
+
+    class Goal(Lamp):
+        observation_space = spaces.Dict(parts)
+        compute_reward = print
+
+    with pytest.raises(T3DError, match="has pictures"):
+        begun(Goal, relabel=4)
+
+
+def test_small_and_narrow_pictures_have_eyes():
+    for shape in ((8, 8, 1), (8, 200, 3), (300, 9, 1), (100, 100, 4)):
+        sight = Sight.of(describe(spaces.Box(0, 255, shape, np.uint8), "x"), 2)
+        network = seeing(sight, "separate")
+        with networks.using(network):
+            actor = networks.init_actor(torch.tensor([0, 1]), sight.dim, 2, (8,), torch.float32)
+            assert networks.actor(actor, torch.zeros(2, 3, sight.dim)).shape == (2, 3, 2)
