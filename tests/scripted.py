@@ -192,3 +192,27 @@ class Sweep(Lamp):
             self.first = False
             return everything, 0.0, False, False, {}
         return everything, -float((action[0] - self.side) ** 2), True, False, {}
+
+
+class Dot(gymnasium.Env):
+    """A dot that the action moves, seen in a picture, with a number beside it; episodes of 1 to 20 steps."""
+
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    observation_space = spaces.Dict(
+        {"camera": spaces.Box(0, 255, (12, 12, 3), np.uint8), "speed": spaces.Box(-9, 9, (1,), np.float32)}
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left, self.at, self.speed = int(self.np_random.integers(1, 21)), self.np_random.uniform(0, 12), 0.0
+        return self._seen(), {}
+
+    def step(self, action):
+        self.speed = float(action[0])
+        self.at, self.left = (self.at + self.speed) % 12, self.left - 1
+        return self._seen(), -abs(self.at - 6), False, self.left <= 0, {}
+
+    def _seen(self):
+        picture = np.zeros((12, 12, 3), np.uint8)
+        picture[:, int(self.at)] = 255, self.left, 60
+        return {"camera": picture, "speed": np.array([self.speed], np.float32)}

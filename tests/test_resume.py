@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from killed import KNOBS, SMALL, end_of
-from scripted import Reach, Scripted
+from scripted import Dot, Reach, Scripted
 
 import t3d
-from t3d import states, training
+from t3d import networks, states, training
 from t3d.accelerate import accelerate
 from t3d.config import Config, settle
 from t3d.display import Display
@@ -40,7 +40,7 @@ def begin(env, seeds, **knobs):
     config = settle(
         Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **knobs}), "td3", "x", len(seeds)
     )
-    return states.begin(open_source(env), list(seeds), config), config
+    return states.begin(open_source(env).seen(config.pixels, config.frame_stack), list(seeds), config), config
 
 
 def play(path, env, seeds, stops, forget=None, **knobs):
@@ -48,9 +48,11 @@ def play(path, env, seeds, stops, forget=None, **knobs):
     for after in (*stops, 10**9):
         state, config = begin(env, seeds, **knobs)
         run = Run(path)
+        source = open_source(env).seen(config.pixels, config.frame_stack)
         with (
             closing(state.envs),
-            closing(Evaluator(open_source(env), state.seeds, config.eval_episodes)) as evaluator,
+            networks.using(state.network),
+            closing(Evaluator(source, state.seeds, config.eval_episodes)) as evaluator,
             closing(Checkpoints(run.path, {})) as checkpoints,
         ):
             found, _ = checkpoints.newest()
@@ -130,6 +132,16 @@ def test_episodes_under_way_are_relabelled_as_if_nothing_had_happened(tmp_path):
     assert whole == play(tmp_path / "parts", Reach, (3, 5), (150, 333, 1, 405), **knobs)
 
 
+@pytest.mark.parametrize("buffer_size", [40, 1000])
+@pytest.mark.parametrize("encoder", ["critic", "separate"])
+def test_frames_are_kept_as_rows_are(encoder, buffer_size, tmp_path):
+    # With room for 40 rows, frames are overwritten too, and with them rows that need them.
+    knobs = {"num_envs": 2, "n_step": 2, "normalize_obs": "on", "steps": 200, "updates_per_step": 0.3}
+    knobs |= {"encoder": encoder, "buffer_size": buffer_size, "augment": "on"}
+    whole = play(tmp_path / "whole", Dot, (3, 5), (), **knobs)
+    assert whole == play(tmp_path / "parts", Dot, (3, 5), (50, 63, 1, 105), **knobs)
+
+
 def test_what_waits_to_be_stored_is_saved_too(tmp_path, monkeypatch):
     knobs = {"overlap": "on"}
     whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
@@ -156,9 +168,12 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
 
 
 def names_of_state():
-    state, _ = begin("Pendulum-v1", (3,), n_step=3, normalize_obs="on")
-    state.envs.close()
-    return sorted(states.saved(state))
+    names = set()
+    for env in ("Pendulum-v1", Dot):
+        state, _ = begin(env, (3,), n_step=3, normalize_obs="on")
+        state.envs.close()
+        names |= {name for name in states.saved(state) if "eye" not in name or env != Dot}
+    return sorted(names)
 
 
 @pytest.mark.parametrize("name", names_of_state())
@@ -169,9 +184,11 @@ def test_every_number_of_the_state_is_needed(name, tmp_path):
         knobs["update_after"] = "episode"  # otherwise it follows from the step
     if name == "history":
         env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
+    if name in ("memory.lost", "memory.recent", "memory.framed"):
+        env, knobs = Dot, {**knobs, "buffer_size": 40}
     whole = play(tmp_path / "whole", env, (3,), (), **knobs)
-    if name in ("seeds", "memory.stored"):
-        # The first is told from the run, the second from the segments: both are checked, not taken.
+    if name in ("seeds", "memory.stored", "memory.framed"):
+        # The first is told from the run, the others from the segments: they are checked, not taken.
         pytest.skip("it is known from elsewhere too")
     try:
         parts = play(tmp_path / "parts", env, (3,), (stop,), forget=name, **knobs)
