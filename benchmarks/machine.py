@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from t3d.bench.returns import processor
+
 RESULTS = Path(__file__).resolve().parent / "results"
 CORES = len(os.sched_getaffinity(0))
 
@@ -23,8 +25,3 @@ def save(name, packages, results, **more):
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps({**where, **more, "results": results}, indent=2, ensure_ascii=False) + "\n")
     print(f"written to benchmarks/results/{path.name}")
-
-
-def processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

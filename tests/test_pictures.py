@@ -1,5 +1,6 @@
 """Observations with pictures: what is seen, stored once, put together again, and learned from."""
 
+import sys
 from functools import partial
 
 import gymnasium
@@ -285,6 +286,15 @@ def test_pendulum_from_pixels(tmp_path):
     run = t3d.train("Pendulum-v1", steps=2000, out=tmp_path / "run", progress=False, eval_every=1000, **knobs)
     assert [row["step"] for row in run.evaluations] == [0, 1000, 2000]
     assert t3d.load(run).card.layout == {"kind": "picture", "shape": [24, 24, 3]}
+
+
+def test_what_cannot_be_rendered_is_said_at_once(tmp_path, monkeypatch):
+    with pytest.raises(T3DError, match="Lamp cannot be made and shown in pictures"):
+        t3d.train(Lamp, pixels=24, out=tmp_path / "run", progress=False)
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(T3DError, match=r"t3d\[pixels\]"):
+        t3d.train("Pendulum-v1", pixels=24, out=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_relabelling_pictures_is_refused():

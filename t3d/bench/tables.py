@@ -142,10 +142,11 @@ def overall(results: Sequence[Result]) -> str | None:
 
 def ablation_table(results: Sequence[Result]) -> Rows:
     """Tasks by variants: the mean of the last ten evaluations with its interval, and the paper's."""
-    envs, variants = (list(dict.fromkeys(of(result) for result in results)) for of in (_env, _variant))
+    envs = {result.env: result.task for result in results}
+    variants = list(dict.fromkeys(result.variant for result in results))
     rows: Rows = [("task", *(title(variant) for variant in variants))]
     by = {(result.env, result.variant): result for result in results}
-    for env in envs:
+    for env, task in envs.items():
         cells, papers = [], []
         for variant in variants:
             result = by.get((env, variant))
@@ -155,7 +156,7 @@ def ablation_table(results: Sequence[Result]) -> Rows:
                 last = last_mean(result.curves)
                 low, high = interval([last], lambda drawn: drawn.mean(1))
                 cells.append(f"{number(last.mean())} [{number(low)}, {number(high)}]")
-            paper = ABLATION.get(variant, {}).get(env.rsplit("-", 1)[0])
+            paper = ABLATION.get(variant, {}).get(task)
             papers.append("–" if paper is None else number(paper))
         rows += [(env, *cells), ("the paper, 1M steps", *papers)]
     return rows
@@ -164,7 +165,7 @@ def ablation_table(results: Sequence[Result]) -> Rows:
 def ordering(results: Sequence[Result]) -> list[str]:
     """Where the intervals of TD3 and a variant are apart: whether they are in the paper's order."""
     said = []
-    for env in dict.fromkeys(map(_env, results)):
+    for env, task in {result.env: result.task for result in results}.items():
         last = {result.variant: last_mean(result.curves) for result in results if result.env == env}
         whole = last.pop("td3", None)
         if whole is None:
@@ -176,20 +177,12 @@ def ordering(results: Sequence[Result]) -> list[str]:
                 said.append(f"{env}: TD3 and {title(variant)} cannot be told apart.")
                 continue
             better = low > other_high
-            paper = ABLATION[variant][env.rsplit("-", 1)[0]] < ABLATION["td3"][env.rsplit("-", 1)[0]]
+            paper = ABLATION[variant][task] < ABLATION["td3"][task]
             said.append(
                 f"{env}: TD3 is {'above' if better else 'below'} {title(variant)},"
                 f" {'as' if better == paper else 'NOT as'} in the paper."
             )
     return said
-
-
-def _env(result: Result) -> str:
-    return result.env
-
-
-def _variant(result: Result) -> str:
-    return result.variant
 
 
 def title(variant: str) -> str:
@@ -224,26 +217,38 @@ def _conditions(results: Sequence[Result]) -> list[str]:
     for (steps, every, episodes), names in by_every.items():
         which = "" if len(by_every) == 1 else f" ({', '.join(names)})"
         sentences.append(f"{steps:,} steps, {episodes} noise-free episodes every {every:,}{which}.")
-    places: dict[str, None] = {}
+    places: dict[tuple[str, str, str], dict[int, None]] = {}  # and how many cores there
     for result in results:
-        gpu, cores = result.hardware["gpu"], f"{result.hardware['cores']} cores of {result.hardware['processor']}"
         software = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "t3d")
-        places[f"{gpu + ', ' if gpu else ''}{cores}; {software}."] = None
+        place = result.hardware["gpu"] or "", result.hardware["processor"], software
+        places.setdefault(place, {})[result.hardware["cores"]] = None
+    where = [
+        f"{gpu + ', ' if gpu else ''}{_listed(sorted(cores))} of {processor}; {software}."
+        for (gpu, processor, software), cores in places.items()
+    ]
     total = sum(result.wall_seconds for result in results)
-    return [*sentences, *places, f"{total / 60:.0f} minutes in all, evaluations included."]
+    together = "" if len(results) == 1 else " if one comes after the other"
+    return [*sentences, *where, f"{total / 60:.0f} minutes{together}, evaluations included."]
+
+
+def _listed(cores: list[int]) -> str:
+    """1 core; 2 cores; 1, 3 or 7 cores."""
+    *others, last = map(str, cores)
+    return f"{', '.join(others)}{' or ' if others else ''}{last} core{'' if cores == [1] else 's'}"
 
 
 def write_docs(results: dict[SuiteName, list[Result]], page: Path) -> list[Path]:
     """Put the tables between their marks in a page, and the figures into the folder `figures` beside it."""
     text = files.read_text(page)
+    drawn = {suite: figures.of_suite(suite, results.get(suite, [])) for suite in SUITES}
+    for suite in SUITES:
+        text = replaced(text, suite, section(suite, results.get(suite, []), list(drawn[suite])), page)
     files.make_folder(page.parent / "figures")
     written = [page]
-    for suite in SUITES:
-        found = results.get(suite, [])
-        for name, figure in figures.of_suite(suite, found).items():
-            digest = source_of(found)
-            written.append(figures.save(figure, page.parent / "figures" / f"{name}.png", digest))
-        text = replaced(text, suite, section(suite, found), page)
+    for suite, of_suite in drawn.items():
+        for name, figure in of_suite.items():
+            path = page.parent / "figures" / f"{name}.png"
+            written.append(figures.save(figure, path, source_of(results[suite])))
     files.write_bytes(page, text.encode())
     return written
 
@@ -261,12 +266,12 @@ def replaced(text: str, suite: str, new: str, page: Path) -> str:
     return pattern.sub(lambda marks: f"{marks[1]}{new}{marks[2]}", text)
 
 
-def section(suite: SuiteName, results: list[Result]) -> str:
+def section(suite: SuiteName, results: list[Result], pictures: list[str]) -> str:
     """A suite's part of the page, in Markdown."""
     if not results:
         return f"Not trained yet: `t3d bench returns --suite {suite}`.\n"
     ((_, rows, below),) = show({suite: results})
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
-    pictures = [f"![{name}](figures/{name}.png)" for name in figures.of_suite(suite, results)]
-    return "\n".join([*lines, "", *(f"{sentence}  " for sentence in below), "", *pictures, ""])
+    shown = [f"![{name}](figures/{name}.png)" for name in pictures]
+    return "\n".join([*lines, "", *(f"{sentence}  " for sentence in below), "", *shown, ""])

@@ -52,6 +52,9 @@ class Source:
         """The same, seen in another way."""
         if pixels and self.vector is not None:
             raise T3DError("--pixels is for environments that are made here; a vector environment shows what it shows.")
+        if pixels:
+            # What renders without a GPU (Mesa) and Triton each bring an LLVM: the process dies if Triton is the second.
+            import torch._dynamo  # noqa: F401
         return replace(self, pixels=pixels, stack=stack)
 
     @property
@@ -92,7 +95,9 @@ class Source:
             how += " PyBullet is for Python 3.11." if "bullet" in missing and sys.version_info >= (3, 12) else ""
             raise T3DError(f"{self.name}: there is no module {missing} to import.{how}") from problem
         except error.DependencyNotInstalled as problem:
-            how = "pip install 't3d[mujoco]'" if "mujoco" in str(problem).lower() else str(problem)
+            extra = {"mujoco": "mujoco", "pygame": "pixels"}
+            said_of = [name for word, name in extra.items() if word in str(problem).lower()]
+            how = f"pip install 't3d[{said_of[0]}]'" if said_of else str(problem)
             raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem
         except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
             plain = self.name.rpartition(":")[2]
@@ -103,7 +108,8 @@ class Source:
             near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
             raise T3DError(f"there is no environment {self.name}.{near}") from problem
         except Exception as problem:
-            raise T3DError(f"{self.name} cannot be made: {said(problem)}") from problem
+            how = " and shown in pictures (MuJoCo's need a GL library, as Debian's libegl1)" if self.pixels else ""
+            raise T3DError(f"{self.name} cannot be made{how}: {said(problem)}") from problem
 
     def path(self) -> tuple[Path, str]:
         """How environments of this source are stepped without workers, and why so."""

@@ -7,6 +7,7 @@ The parent starts it itself and hands it what to make; no file is ever read here
 import os
 import sys
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,7 +15,9 @@ from typing import Any
 def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
     """One environment, from an id or from whatever makes one when called; if `pixels` are given it shows pictures."""
     if pixels:
-        return rendered(make(env, {"render_mode": "rgb_array", **args}), pixels)
+        if not os.environ.get("DISPLAY"):
+            os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is first imported
+        return rendered(make(env, args if callable(env) else {"render_mode": "rgb_array", **args}), pixels)
     import gymnasium
 
     if callable(env):
@@ -31,7 +34,12 @@ def rendered(env: Any, pixels: int) -> Any:
     import numpy as np
     from PIL import Image
 
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures, and no window
+    # Pygame draws for Gymnasium: pictures, no window, and no word of its own.
+    for name, value in (("SDL_VIDEODRIVER", "dummy"), ("PYGAME_HIDE_SUPPORT_PROMPT", "1")):
+        os.environ.setdefault(name, value)
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        import pygame  # noqa: F401
 
     class Rendered(gymnasium.ObservationWrapper[Any, Any, Any]):
         def __init__(self, env: Any) -> None:
@@ -39,10 +47,15 @@ def rendered(env: Any, pixels: int) -> Any:
             self.observation_space = gymnasium.spaces.Box(0, 255, (pixels, pixels, 3), np.uint8)
 
         def observation(self, observation: Any) -> Any:
-            picture = Image.fromarray(np.asarray(self.env.render(), np.uint8))
-            return np.asarray(picture.resize((pixels, pixels), Image.Resampling.BOX))
+            picture: Any = self.env.render()
+            if np.ndim(picture) != 3:
+                raise ValueError(f"render() gave {type(picture).__name__}, not a picture")
+            shrunk = Image.fromarray(np.asarray(picture, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
+            return np.asarray(shrunk)
 
-    return Rendered(env)
+    shown = Rendered(env)
+    shown.reset(seed=0)  # if that cannot be, it is said now
+    return shown
 
 
 def quiet_mujoco() -> None:
