@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import t3d
+from t3d.cli import main
 from t3d.envs import open_source
 
 KNOBS = {
@@ -19,7 +20,11 @@ KNOBS = {
 
 @pytest.mark.parametrize(
     ("env", "module", "extra"),
-    [("HalfCheetahBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"), ("dm_control/cheetah-run-v0", "shimmy", "dmc")],
+    [
+        ("HalfCheetahBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
+        ("dm_control/cheetah-run-v0", "shimmy", "dmc"),
+        ("envpool/HalfCheetah-v5", "envpool", "envpool"),
+    ],
 )
 def test_tasks_of_an_extra_train_and_come_back(env, module, extra, tmp_path):
     pytest.importorskip(module, reason=f"it is not installed: pip install 't3d[{extra}]'")
@@ -31,9 +36,31 @@ def test_tasks_of_an_extra_train_and_come_back(env, module, extra, tmp_path):
 
 @pytest.mark.parametrize(
     ("env", "module", "extra"),
-    [("AntBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"), ("dm_control/cheetah-run-v0", "shimmy", "dmc")],
+    [
+        ("AntBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
+        ("dm_control/cheetah-run-v0", "shimmy", "dmc"),
+        ("envpool/HalfCheetah-v5", "envpool", "envpool"),
+    ],
 )
 def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(t3d.T3DError, match=rf"there is no module {module} to import. .*pip install 't3d\[{extra}\]'"):
-        open_source(env).one()
+        open_source(env).batch(1, lambda env, episode: 0)
+
+
+def test_a_pool_cannot_be_taken_apart():
+    source = open_source("envpool/HalfCheetah-v5")
+    with pytest.raises(t3d.T3DError, match="come in pools"):
+        source.one()
+    with pytest.raises(t3d.T3DError, match="leave out --workers and --pixels"):
+        source.batch(2, lambda env, episode: 0, workers=2)
+
+
+def test_a_pool_gives_the_same_evaluations_each_time(tmp_path, capsys):
+    pytest.importorskip("envpool", reason="it is not installed: pip install 't3d[envpool]'")
+    run = t3d.train("envpool/Pendulum-v1", 300, 2, tmp_path / "run", num_envs=2, **{**KNOBS, "eval_every": 100})
+    for _ in range(2):
+        main(["evaluate", str(run.path)])
+        assert capsys.readouterr().out.count("yes") == 2
+    with pytest.raises(t3d.T3DError, match=r"EnvPool has no environment Pendulum-v7. Did you mean"):
+        t3d.train("envpool/Pendulum-v7", 300, out=tmp_path / "other", **KNOBS)

@@ -17,6 +17,7 @@ from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
+from t3d.envs.pool import PREFIX, Pool
 from t3d.envs.slots import LocalSlot, Slot, said
 from t3d.envs.stacked import Stacked
 from t3d.envs.vector import VectorBatch
@@ -26,12 +27,18 @@ from t3d.errors import T3DError, nearest
 from t3d.sight import Sight
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
-Path = Literal["mujoco.batch", "gymnasium"]
+Path = Literal["mujoco.batch", "gymnasium", "envpool"]
 
 # Suites whose ids are known without their module: what an id looks like, and the module that registers it.
 SUITES = {r"dm_control/.*": "shimmy", r"\w+BulletEnv-v0": "pybullet_envs_gymnasium"}
 # The extra that brings a module.
-EXTRAS = {"shimmy": "dmc", "dm_control": "dmc", "pybullet_envs_gymnasium": "bullet", "pybullet": "bullet"}
+EXTRAS = {
+    "shimmy": "dmc",
+    "dm_control": "dmc",
+    "pybullet_envs_gymnasium": "bullet",
+    "pybullet": "bullet",
+    "envpool": "envpool",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ class Source:
 
     def one(self) -> "gymnasium.Env[Any, Any]":
         """One environment, new each time."""
+        if self.path()[0] == "envpool":
+            raise T3DError(
+                f"{self.name}: EnvPool's environments come in pools; --relabel and --pixels need single ones."
+            )
         made = self._one()
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
@@ -90,10 +101,7 @@ class Source:
         try:
             return make(self._full, self.args, self.pixels)  # type: ignore[no-any-return]
         except ModuleNotFoundError as problem:
-            missing = problem.name or str(self._full).rpartition(":")[0]
-            how = f" It comes with pip install 't3d[{EXTRAS[missing]}]'." if missing in EXTRAS else ""
-            how += " PyBullet is for Python 3.11." if "bullet" in missing and sys.version_info >= (3, 12) else ""
-            raise T3DError(f"{self.name}: there is no module {missing} to import.{how}") from problem
+            raise self._without(problem.name or str(self._full).rpartition(":")[0]) from problem
         except error.DependencyNotInstalled as problem:
             extra = {"mujoco": "mujoco", "pygame": "pixels"}
             said_of = [name for word, name in extra.items() if word in str(problem).lower()]
@@ -111,10 +119,18 @@ class Source:
             how = " and shown in pictures (MuJoCo's need a GL library, as Debian's libegl1)" if self.pixels else ""
             raise T3DError(f"{self.name} cannot be made{how}: {said(problem)}") from problem
 
+    def _without(self, module: str) -> T3DError:
+        """What to say where a module is missing."""
+        how = f" It comes with pip install 't3d[{EXTRAS[module]}]'." if module in EXTRAS else ""
+        how += " PyBullet is for Python 3.11." if "bullet" in module and sys.version_info >= (3, 12) else ""
+        return T3DError(f"{self.name}: there is no module {module} to import.{how}")
+
     def path(self) -> tuple[Path, str]:
         """How environments of this source are stepped without workers, and why so."""
         if self.from_python:
             return "gymnasium", "it is made by a function in Python"
+        if str(self.env).startswith(PREFIX):
+            return "envpool", "its id says so"
         plain = str(self.env).rpartition(":")[2]
         spec = gymnasium.registry.get(plain)
         ours = plain in TASKS and spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
@@ -154,6 +170,10 @@ class Source:
         return batch if sight is None else Stacked(batch, sight)
 
     def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
+        threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        path, _ = self.path()
+        if path == "envpool":
+            return self._pool(count, episode_seed, workers, threads)
         first = self.one()
         try:
             observable(first.observation_space, self.name)
@@ -162,8 +182,6 @@ class Source:
         except BaseException:
             first.close()
             raise
-        path, _ = self.path()
-        threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
@@ -187,6 +205,17 @@ class Source:
         else:
             slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
+
+    def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
+        if workers or self.pixels:
+            raise T3DError(
+                f"{self.name}: EnvPool has threads and pictures of its own; leave out --workers and --pixels."
+            )
+        try:
+            pool = Pool(str(self.env).removeprefix(PREFIX), count, threads, self.args)
+        except ModuleNotFoundError as problem:
+            raise self._without(problem.name or "envpool") from problem
+        return VectorBatch(self.name, pool, episode_seed)
 
 
 def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> Source:
