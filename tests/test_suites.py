@@ -18,6 +18,21 @@ KNOBS = {
 }
 
 
+# First, because suites that were imported once have registered their ids.
+@pytest.mark.parametrize(
+    ("env", "module", "extra"),
+    [
+        ("AntBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
+        ("dm_control/cheetah-run-v0", "shimmy", "dmc"),
+        ("envpool/HalfCheetah-v5", "envpool", "envpool"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(t3d.T3DError, match=rf"there is no module {module} to import. .*pip install 't3d\[{extra}\]'"):
+        open_source(env).batch(1, lambda env, episode: 0)
+
+
 @pytest.mark.parametrize(
     ("env", "module", "extra"),
     [
@@ -32,20 +47,6 @@ def test_tasks_of_an_extra_train_and_come_back(env, module, extra, tmp_path):
     assert run.config["env"] == env and len(run.evaluations) == 2 * 4
     t3d.resume(run.path, 2_200, progress=False)
     assert max(row["step"] for row in run.evaluations) == 2_200
-
-
-@pytest.mark.parametrize(
-    ("env", "module", "extra"),
-    [
-        ("AntBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
-        ("dm_control/cheetah-run-v0", "shimmy", "dmc"),
-        ("envpool/HalfCheetah-v5", "envpool", "envpool"),
-    ],
-)
-def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(t3d.T3DError, match=rf"there is no module {module} to import. .*pip install 't3d\[{extra}\]'"):
-        open_source(env).batch(1, lambda env, episode: 0)
 
 
 def test_a_pool_cannot_be_taken_apart():
