@@ -19,6 +19,7 @@ from t3d.errors import T3DError
 
 Layout = dict[str, Any]
 SMALLEST = 8  # sides of a picture
+LARGEST = 2**24  # numbers in an observation that a file may speak of
 
 
 def describe(space: spaces.Space[Any], name: str) -> Layout:
@@ -65,6 +66,12 @@ def picture_size(layout: Layout) -> tuple[int, int, int]:
 
 def check(layout: Any) -> None:
     """Refuse what `describe` would not have written: it may come from anybody's file."""
+    _check(layout)
+    if size(layout) > LARGEST:
+        raise ValueError(f"layout: an observation of {size(layout):,} numbers")
+
+
+def _check(layout: Any) -> None:
     kinds = {"dict": dict, "tuple": list, "array": list, "picture": list, "choice": list}
     kind = layout.get("kind") if isinstance(layout, dict) else None
     if kind not in kinds:
@@ -74,7 +81,7 @@ def check(layout: Any) -> None:
         raise ValueError(f"layout: a {kind} has no such parts as {parts!r}")
     if kind in ("dict", "tuple"):
         for part in _parts(layout).values():
-            check(part)
+            _check(part)
         return
     numbers = [*parts, *layout.get("sizes", []), *layout.get("first", [])]
     if not all(type(number) is int for number in numbers) or any(number < 0 for number in parts):

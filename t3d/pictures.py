@@ -109,16 +109,13 @@ class Pictures(Replay):
             "frames_where": ((seeds, frames), np.int64),
         }
 
-    def lay_out(self, into: dict[str, NDArray[Any]], rows: Rows) -> None:
-        before = self.stored.copy()
-        super().lay_out(into, rows)
+    def with_frames(self, into: dict[str, NDArray[Any]], rows: Rows) -> None:
         if rows.frames is not None:
             into["frames"][:], into["frames_where"][:] = rows.frames
         oldest = self._number(into["rows"][..., 0])
         for k, of_seed in enumerate(rows.valid):
             new = oldest[k, of_seed]
-            self.needs[k, (before[k] + np.arange(len(new))) % self.capacity] = new
-        self.tell(into)
+            self.needs[k, np.arange(self.stored[k] - len(new), self.stored[k]) % self.capacity] = new
 
     def _number(self, place: NDArray[Any]) -> NDArray[np.int64]:
         """The newest frame (S, …) that lay in a place."""

@@ -191,6 +191,8 @@ def _check_card(card: Card) -> None:
     for name, numbers in {**whole, "hidden": card.hidden}.items():
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{name} must be whole numbers")
+    if not 1 <= card.stack <= 64:
+        raise ValueError(f"stack is {card.stack}")
     if not card.returns or not all(isinstance(x, int | float) and np.isfinite(x) for x in card.returns):
         raise ValueError("returns must be finite numbers, at least one")
     if len(card.lengths) != len(card.returns):

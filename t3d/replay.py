@@ -111,7 +111,11 @@ class Replay:
         where[~valid] = self.capacity
         self.stored += order[:, -1]
         np.add(where, self.first, out=into["where"])  # counted over all seeds
+        self.with_frames(into, rows)
         self.tell(into)
+
+    def with_frames(self, into: dict[str, NDArray[Any]], rows: "Rows") -> None:
+        """The frames that come with rows, where there are pictures."""
 
     def nothing(self, into: dict[str, NDArray[Any]]) -> None:
         """Arrays that bring no row."""

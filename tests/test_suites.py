@@ -36,7 +36,7 @@ def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monk
 @pytest.mark.parametrize(
     ("env", "module", "extra"),
     [
-        ("HalfCheetahBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
+        ("AntBulletEnv-v0", "pybullet_envs_gymnasium", "bullet"),
         ("dm_control/cheetah-run-v0", "shimmy", "dmc"),
         ("envpool/HalfCheetah-v5", "envpool", "envpool"),
     ],
