@@ -22,8 +22,9 @@ from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.goals import Goals
 from t3d.limits import refuse_oversize
+from t3d.nstep import NStep
 from t3d.pictures import LARGEST, Pictures
-from t3d.replay import NStep, Replay, out_of_row, row_width
+from t3d.replay import Replay, out_of_row, row_width
 from t3d.rng import Purpose
 from t3d.steps import Agent, init_agent
 from t3d.vision import seeing

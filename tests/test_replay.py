@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from t3d.replay import NStep, Replay
+from t3d.nstep import NStep
+from t3d.replay import Replay
 
 
 def put(memory, ids, valid=None, terminated=0.0, span=1.0):

@@ -14,7 +14,8 @@ from counter import Ids, fate
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from t3d.envs import open_source
-from t3d.replay import NStep, Replay
+from t3d.nstep import NStep
+from t3d.replay import Replay
 
 GAMMA = 0.75
 KINDS = ("in process", "workers", "mortal workers", "next step", "same step", "disabled")
