@@ -14,13 +14,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.measure import Measurement
 from rich.table import Table
-from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, arg, subcommand
+from tyro.conf import Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
@@ -110,57 +109,8 @@ class Doctor:
     """Steps with random actions, compared with gymnasium.make bit for bit."""
 
 
-@dataclass(frozen=True)
-class Returns:
-    """Train a suite of tasks, many seeds each, and keep every return.
-
-    For example: t3d bench returns --suite quick
-                 t3d bench returns --suite paper --only Hopper Walker2d
-
-    What is trained already is left alone, and what was stopped goes on.
-    """
-
-    suite: bench.SuiteName = "quick"
-    """quick needs no GPU; paper is Table 1; ablation takes TD3 apart; documents are PyBullet's tasks."""
-    only: Annotated[tuple[str, ...], arg(metavar="TASK ...", help_behavior_hint="")] = ()
-    """These tasks, as in Hopper, and for ablation these variants, as in ddpg."""
-    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10; quick: 5; documents: 2)")] = None
-    """Seeds 0 to N-1."""
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
-    """Environment steps for each seed."""
-    eval_every: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
-    """Environment steps between evaluations."""
-    version: Literal["v5", "v4"] = "v5"
-    """Of Gymnasium's MuJoCo tasks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to learn; auto takes a GPU if there is one."""
-    precision: Annotated[Literal["auto", "fp32", "tf32", "bf16"], arg(help_behavior_hint="(default: auto)")] = "auto"
-    """Of matrix products; auto is tf32 on GPUs and fp32 elsewhere."""
-    out: Annotated[Path, arg(metavar="DIR")] = bench.RESULTS
-    """Where the results go, a file for each task."""
-    runs: Annotated[Path, arg(metavar="DIR")] = bench.RUNS
-    """Where the runs go."""
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Make the tables, and with --docs the figures, from what `t3d bench returns` has left."""
-
-    results: Annotated[Path, arg(metavar="DIR")] = bench.RESULTS
-    """Where the results are."""
-    docs: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write them into this page, between its marks, and the figures beside it."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Returns over many seeds, and tables of them."""
-
-    what: OmitSubcommandPrefixes[Annotated[Returns, subcommand("returns")] | Annotated[Tables, subcommand("table")]]
-
-
-Command = Train | Resume | Evaluate | Doctor | Bench
-COMMANDS = {"train": Train, "resume": Resume, "evaluate": Evaluate, "doctor": Doctor, "bench": Bench}
+Command = Train | Resume | Evaluate | Doctor | bench.Bench
+COMMANDS = {"train": Train, "resume": Resume, "evaluate": Evaluate, "doctor": Doctor, "bench": bench.Bench}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -182,10 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             evaluate(command)
         elif isinstance(command, Doctor):
             doctor(command)
-        elif isinstance(command.what, Returns):
-            returns(command.what)
         else:
-            tables(command.what)
+            bench.run(command)
     except T3DError as error:
         print(f"t3d: {error}", file=sys.stderr)
         sys.exit(2)
@@ -205,7 +153,7 @@ def parse(arguments: list[str]) -> Command:
     default = _train_defaults(arguments) if arguments[0] == "train" else Train()
     choice: Any = Annotated[Train, subcommand("train", default=default)]
     choice |= Annotated[Resume, subcommand("resume")] | Annotated[Evaluate, subcommand("evaluate")]
-    choice |= Annotated[Doctor, subcommand("doctor")] | Annotated[Bench, subcommand("bench")]
+    choice |= Annotated[Doctor, subcommand("doctor")] | Annotated[bench.Bench, subcommand("bench")]
     with _whole_numbers():
         command: Command = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
     return replace(command, env_args=env_args) if isinstance(command, Train) else command
@@ -449,51 +397,6 @@ def doctor(command: Doctor) -> None:
             low, high = envs.actions.low.reshape(-1), envs.actions.high.reshape(-1)
             bounds = ", ".join(sorted({f"{a:g} to {b:g}" for a, b in zip(low, high, strict=True)}))
             console.print(f"  observations: {envs.obs_dim} numbers; actions: {envs.actions.dim}, from {bounds}")
-
-
-def returns(command: Returns) -> None:
-    """Train a suite."""
-    tasks = bench.tasks_of(command.suite, command.only, command.version)
-    given: dict[str, Any] = {"steps": command.steps, "eval_every": command.eval_every, "device": command.device}
-    given["precision"] = None if command.precision == "auto" else command.precision
-    knobs = {name: value for name, value in given.items() if value is not None}
-    seeds = bench.SUITES[command.suite].seeds if command.seeds is None else command.seeds
-    console = open_console()
-
-    def say(sentence: str) -> None:
-        console.print(sentence, markup=False)
-
-    bench.train_suite(tasks, seeds, knobs, command.out, command.runs, say)
-    _print_tables({command.suite: bench.read_results(command.out)[command.suite]})
-
-
-def tables(command: Tables) -> None:
-    """Show the tables, and write them into the docs if asked to."""
-    results = bench.read_results(command.results)
-    if not results and command.docs is None:
-        raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")
-    _print_tables(results)
-    if command.docs is not None:
-        for path in bench.write_docs(results, command.docs):
-            print(f"written: {path}")
-
-
-def _print_tables(results: dict[Any, Any]) -> None:
-    console = open_console()
-    for headline, rows, below in bench.show(results):
-        table = Table(title=headline, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column, name in enumerate(rows[0]):
-            table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
-        for row in rows[1:]:
-            table.add_row(*row)
-        # A number that is cut off says nothing: a terminal that is too narrow breaks the line.
-        console.width = max(
-            console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
-        )
-        console.print()
-        console.print(table)
-        for sentence in below:
-            console.print(sentence, markup=False)
 
 
 def _mean(numbers: list[float]) -> float:

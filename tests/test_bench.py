@@ -17,7 +17,7 @@ from t3d.bench.suites import PAPER, SUITES, Task, tasks_of
 from t3d.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-RAW, PAGE = ROOT / bench.RESULTS, ROOT / "docs" / "results.md"
+RAW, PAGE = ROOT / returns.RESULTS, ROOT / "docs" / "results.md"
 
 
 # ---------------------------------------------------------------------------------------------------- statistics

@@ -210,7 +210,8 @@ def test_a_corrupt_policy_is_a_sentence(run, name, content, sentence):
     ("field", "value"),
     [
         ("hidden", [16]), ("layout", {"kind": "array", "shape": [4]}),
-        ("layout", {"kind": "tree"}), ("layout", {"kind": "picture", "shape": [10**5, 10**5, 3]}), ("stack", 0), ("stack", 10**6), ("layout", [3]), ("action_low", "x"), ("extra", 1), ("returns", []),
+        ("layout", {"kind": "picture", "shape": [10**5, 10**5, 3]}), ("stack", 0), ("stack", 10**6),
+        ("layout", {"kind": "tree"}), ("layout", [3]), ("action_low", "x"), ("extra", 1), ("returns", []),
         ("returns", None),
         ("step", None), ("seed", "3"), ("action_dtype", "int8"), ("action_dtype", 5), ("action_high", [-9.0]),
         ("lengths", [1]), ("returns", [float("nan")] * 3),
