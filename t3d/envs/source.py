@@ -74,6 +74,10 @@ class Source:
         return not isinstance(self.env, str)
 
     @property
+    def _pooled(self) -> bool:
+        return isinstance(self.env, str) and self.env.startswith(PREFIX)
+
+    @property
     def _full(self) -> str | Maker:
         """With the module that registers it, where that goes without saying."""
         for pattern, module in SUITES.items():
@@ -83,7 +87,7 @@ class Source:
 
     def one(self) -> "gymnasium.Env[Any, Any]":
         """One environment, new each time."""
-        if self.path()[0] == "envpool":
+        if self._pooled:
             raise T3DError(
                 f"{self.name}: EnvPool's environments come in pools; --relabel and --pixels need single ones."
             )
@@ -129,7 +133,7 @@ class Source:
         """How environments of this source are stepped without workers, and why so."""
         if self.from_python:
             return "gymnasium", "it is made by a function in Python"
-        if str(self.env).startswith(PREFIX):
+        if self._pooled:
             return "envpool", "its id says so"
         plain = str(self.env).rpartition(":")[2]
         spec = gymnasium.registry.get(plain)
@@ -171,8 +175,7 @@ class Source:
 
     def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
         threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-        path, _ = self.path()
-        if path == "envpool":
+        if self._pooled:
             return self._pool(count, episode_seed, workers, threads)
         first = self.one()
         try:
@@ -182,6 +185,7 @@ class Source:
         except BaseException:
             first.close()
             raise
+        path, _ = self.path()
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
