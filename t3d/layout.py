@@ -42,10 +42,9 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
 
 def _is_picture(space: spaces.Box, name: str) -> bool:
     """Bytes with two sides of at least `SMALLEST` pixels; what is smaller is a table of numbers."""
-    sides = sum(side >= SMALLEST for side in space.shape)
-    if space.dtype != np.uint8 or sides < 2:
+    if space.dtype != np.uint8 or sum(side >= SMALLEST for side in space.shape) < 2:
         return False
-    if len(space.shape) > 3 or (len(space.shape) == 3 and min(space.shape[:2]) < SMALLEST and not _first(space.shape)):
+    if not _fits(space.shape):
         raise T3DError(
             f"{name} shows pictures of shape {space.shape}; they must be (height, width, channels), one at a time:"
             " --frame-stack puts several together."
@@ -53,15 +52,31 @@ def _is_picture(space: spaces.Box, name: str) -> bool:
     return True
 
 
+def _fits(shape: Sequence[int]) -> bool:
+    """Whether this is one picture."""
+    height, width, channels = _size(shape) if len(shape) in (2, 3) else (0, 0, 0)
+    return min(height, width) >= SMALLEST and channels > 0
+
+
+def _size(shape: Sequence[int]) -> tuple[int, int, int]:
+    height, width, channels = [*shape, 1][:3]
+    return (width, channels, height) if _first(shape) else (height, width, channels)
+
+
 def _first(shape: Sequence[int]) -> bool:
-    """Whether a picture's channels come first."""
-    return len(shape) == 3 and shape[0] < SMALLEST <= min(shape[1:])
+    """Whether a picture's channels come first: there are fewer of them than there are rows or columns."""
+    return len(shape) == 3 and shape[0] < shape[2]
 
 
 def picture_size(layout: Layout) -> tuple[int, int, int]:
     """Height, width and channels of a picture."""
-    height, width, channels = [*layout["shape"], 1][:3]
-    return (width, channels, height) if _first(layout["shape"]) else (height, width, channels)
+    return _size(layout["shape"])
+
+
+def channels_last(layout: Layout, arrays: NDArray[Any]) -> NDArray[Any]:
+    """Arrays (…, *shape) as they are, or if they are pictures with their channels first, with those last."""
+    first = layout["kind"] == "picture" and _first(layout["shape"])
+    return np.moveaxis(arrays, -3, -1) if first else arrays
 
 
 def check(layout: Any) -> None:
@@ -86,8 +101,8 @@ def _check(layout: Any) -> None:
     numbers = [*parts, *layout.get("sizes", []), *layout.get("first", [])]
     if not all(type(number) is int for number in numbers) or any(number < 0 for number in parts):
         raise ValueError("layout: shapes and sizes must be whole numbers")
-    if kind == "picture" and len(parts) not in (2, 3):
-        raise ValueError("layout: a picture has two or three sides")
+    if kind == "picture" and not _fits(parts):
+        raise ValueError(f"layout: {parts} is no picture")
     if kind == "choice" and not len(layout["sizes"]) == len(layout["first"]) == prod(parts):
         raise ValueError("layout: there must be as many sizes and first numbers as choices")
 
@@ -126,7 +141,7 @@ def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray
     if layout["kind"] == "picture":
         if array.dtype != np.uint8:
             raise ValueError(f"{where} is a picture in {array.dtype}, not in bytes (uint8)")
-        array = np.moveaxis(array, 0, 2) if _first(shape) else array
+        array = channels_last(layout, array)
     if layout["kind"] != "choice":
         return array.reshape(-1).astype(np.float64)
     chosen = array.reshape(-1) - np.array(layout["first"])

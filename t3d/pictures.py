@@ -43,15 +43,19 @@ class Pictures(Replay):
         self.sight, self.seen_dim, self.frames_a_step = sight, sight.dim, 2 * envs
         # A shift of a twentieth of the picture, as pixel agents do it: 4 of 84.
         self.shift = min(sight.height, sight.width) // 20 if augment else 0
+        self.rows[:, :1] = 0  # read once before it is written, when a GPU is warmed up; what is read there is a place
         self.places = places_for(capacity, envs * (sight.stack + n_step))
-        # The last place is for what is no frame; it is never read.
-        size = (seeds, self.places + 1, sight.frame_size)
+        self.apart = envs * (2 * sight.stack + 3 * n_step)  # rows that may need older frames than a row before them
+        # At least one more, for what is no frame and is never read; each seed's begin where a GPU likes to read.
+        self.room = self.places + 16 - self.places % 16
+        size = (seeds, self.room, sight.frame_size)
         self.frames = torch.empty(size, dtype=torch.uint8, device=self.rows.device)
         self.begin = torch.zeros(seeds, dtype=torch.int64, device=self.rows.device)
         self.framed = np.zeros(seeds, np.int64)  # frames ever stored
         self.recent = np.zeros((seeds, envs, sight.stack), np.int64)  # before each environment's eyes; counted from 0
         self.needs = np.zeros((seeds, capacity), np.int64)  # the oldest frame of each row
         self.lost = np.zeros(seeds, np.int64)  # rows whose frames are overwritten: all before this one
+        self.modulus = np.array([self.places])  # what rows that were saved counted places by
 
     # ---------------------------------------------------------------------------------------- what is seen
 
@@ -85,7 +89,7 @@ class Pictures(Replay):
         return numbers
 
     def _where(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        seeds = np.arange(len(self.frames))[:, None] * (self.places + 1)
+        seeds = np.arange(len(self.frames))[:, None] * self.room
         return np.where(numbers >= 0, numbers % self.places, self.places) + seeds
 
     def _newest(self, obs: NDArray[Any]) -> NDArray[np.uint8]:
@@ -117,16 +121,20 @@ class Pictures(Replay):
             new = oldest[k, of_seed]
             self.needs[k, np.arange(self.stored[k] - len(new), self.stored[k]) % self.capacity] = new
 
-    def _number(self, place: NDArray[Any]) -> NDArray[np.int64]:
-        """The newest frame (S, …) that lay in a place."""
+    def _number(self, place: NDArray[Any], places: int | None = None) -> NDArray[np.int64]:
+        """The newest frame (S, …) that lay in a place, of so many places."""
         newest = (self.framed - 1).reshape(-1, *[1] * (place.ndim - 1))
-        return newest - (newest - place.astype(np.int64)) % self.places
+        return newest - (newest - place.astype(np.int64)) % (places or self.places)
 
     def tell(self, into: dict[str, NDArray[Any]]) -> None:
         np.maximum(self.lost, self.stored - self.capacity, out=self.lost)
         for k, oldest in enumerate(self.framed - self.places):
-            while self.lost[k] < self.stored[k] and self.needs[k, self.lost[k] % self.capacity] < oldest:
-                self.lost[k] += 1
+            while True:
+                rows = np.arange(self.lost[k], min(self.lost[k] + self.apart, self.stored[k]))
+                gone = np.flatnonzero(self.needs[k, rows % self.capacity] < oldest)
+                if not len(gone):
+                    break
+                self.lost[k] += gone[-1] + 1
         into["begin"][:], into["length"][:] = self.lost, self.stored - self.lost
 
     def nothing(self, into: dict[str, NDArray[Any]]) -> None:
@@ -150,7 +158,7 @@ class Pictures(Replay):
         """Frames (S, B, K · F) in the place of their places, shifted at random if they are to be, and the numbers."""
         sight, shift = self.sight, self.shift
         places, numbers = rows[..., : sight.stack].long(), rows[..., sight.stack :]
-        seeds = torch.arange(len(rows), device=rows.device)[:, None, None] * (self.places + 1)
+        seeds = torch.arange(len(rows), device=rows.device)[:, None, None] * self.room
         frames, where = self.frames.flatten(0, 1), places + seeds
         if shift:
             # Two numbers from 0 to 2 · shift; what comes in from beyond the border is the border again.
@@ -171,11 +179,18 @@ class Pictures(Replay):
         frames = [Ring(self.frames[k], self.framed[k : k + 1], self.places) for k in range(len(self.frames))]
         return super().rings() + frames
 
-    def restored(self) -> None:
+    def restored(self, under_way: NDArray[np.float32]) -> None:
+        before, stack = int(self.modulus[0]), self.sight.stack
         for k, stored in enumerate(self.stored):
-            view = self.seed(k)
-            filled = min(int(stored), self.capacity)
+            view, filled = self.seed(k), min(int(stored), self.capacity)
+            if before != self.places:  # a run that was made longer has more room
+                for first in (0, self.obs_dim + self.action_dim):
+                    part = view.rows[:, :filled, first : first + stack]
+                    part.copy_(torch.from_numpy(view._number(part.cpu().numpy(), before) % self.places))
+                waiting = under_way[:, k : k + 1, :, :stack]
+                waiting[:] = np.moveaxis(view._number(np.moveaxis(waiting, 1, 0), before), 0, 1) % self.places
             view.needs[:, :filled] = view._number(view.rows[:, :filled, 0].cpu().numpy())
+        self.modulus[0] = self.places
         self.begin.copy_(torch.from_numpy(self.lost))
         self.length.copy_(torch.from_numpy(self.stored - self.lost))
 
@@ -184,7 +199,13 @@ class Pictures(Replay):
         return super().nbytes + self.frames.nbytes + self.needs.nbytes
 
     def counters(self) -> dict[str, NDArray[np.int64]]:
-        return {**super().counters(), "framed": self.framed, "recent": self.recent, "lost": self.lost}
+        return {
+            **super().counters(),
+            "framed": self.framed,
+            "recent": self.recent,
+            "lost": self.lost,
+            "modulus": self.modulus,
+        }
 
     def seed(self, k: int) -> Self:
         view = super().seed(k)

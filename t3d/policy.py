@@ -84,24 +84,26 @@ class Policy:
 
     def _pictures(self, obs: Any, sight: Sight) -> NDArray[Any]:
         layout = self.card.layout
-        shape = tuple(layout["shape"]) if layout["kind"] == "picture" else None
+        shape = tuple(layout["shape"]) if layout["kind"] == "picture" else ()
         given = np.shape(obs) if shape else ()
-        stacks = shape is not None and len(given) in (len(shape) + 1, len(shape) + 2)
+        before = given[: len(given) - len(shape)]  # what stands before one picture: nothing, a batch, a stack
+        batch = before if sight.stack == 1 else before[:-1]
         try:
-            if not stacks:
+            if before and (len(batch) > 1 or (sight.stack > 1 and before[-1] != sight.stack)):
+                raise ValueError(f"these are {' x '.join(map(str, before))}")
+            if not before:
                 row = flatten(layout, obs).astype(np.float32)
                 self._frames = [*(self._frames or [row[sight.pixels]] * sight.stack)[1:], row[sight.pixels]]
                 seen = sight.seen(np.stack(self._frames)[None], row[None])
                 return np.asarray(self._act(seen)[0])
-            rows = [flatten(layout, frame) for frame in np.asarray(obs).reshape(-1, *given[-len(shape or ()) :])]
+            rows = [flatten(layout, frame) for frame in np.asarray(obs).reshape(-1, *given[len(before) :])]
             seen = np.stack(rows).astype(np.float32).reshape(-1, sight.stack * sight.frame_size)
         except (TypeError, ValueError) as error:
             raise T3DError(
-                f"this policy takes an observation of its environment, or for pictures {sight.stack} of them in a stack"
-                f" ({error})."
+                f"this policy takes an observation of its environment, or stacks of {sight.stack} pictures ({error})."
             ) from error
         actions = self._act(seen)
-        return np.asarray(actions[0]) if len(given) == len(shape or ()) + 1 else actions
+        return actions if batch else np.asarray(actions[0])
 
     def _numbers(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
         layout = self.card.layout

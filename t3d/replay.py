@@ -191,8 +191,8 @@ class Replay:
         """What is counted on the host."""
         return {"stored": self.stored}
 
-    def restored(self) -> None:
-        """The rings are full again, and everything else is as it was saved."""
+    def restored(self, under_way: NDArray[np.float32]) -> None:
+        """The rings are full again, and everything else is as it was saved, also what is `under_way` to be a row."""
         self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
 
     @property

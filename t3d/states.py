@@ -171,13 +171,15 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")
     files.copy_tensors(path, given, live)
-    state.memory.restored()
+    state.memory.restored(state.steps_under_way.obs)
     state.step, state.logged, state.evaluated = (int(given[name]) for name in ("step", "logged", "evaluated"))
     episodes = given["envs.episodes"].tolist()
     actions = [state.played[k, i, : state.episode_length[k, i]] for k, i in np.ndindex(state.episode_length.shape)]
     expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
     missed = ~played_again(state.envs, episodes, actions, expected, returns)
-    if missed.any():
+    if missed.any() or (state.envs.together and len({len(part) for part in actions}) > 1):
+        # Where all move at once, those that had arrived went on while others were still on their way.
+        missed |= state.envs.together
         new = [episode + bool(lost) for episode, lost in zip(episodes, missed, strict=True)]
         actions = [part[:0] if lost else part for part, lost in zip(actions, missed, strict=True)]
         obs = play_again(state.envs, new, actions)[0].reshape(state.obs.shape)
@@ -236,8 +238,8 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
     before = state.memory.refer(state.obs)
     rows = state.steps_under_way.add(before, nothing, np.zeros(missed.shape), before, no, missed, no)
-    state.memory.add_rows(rows)
     state.memory.start(obs, missed)
+    state.memory.add_rows(rows)
     for k, i in np.argwhere(missed):
         relabel(state, k, i)
     state.obs = obs

@@ -48,7 +48,9 @@ def test_pictures_are_told_from_tables():
     def kind(shape, dtype=np.uint8):
         return describe(spaces.Box(0, 255, shape, dtype), "x")["kind"]
 
-    assert [kind(shape) for shape in ((8, 9), (64, 48, 3), (3, 64, 48), (84, 84, 12))] == ["picture"] * 4
+    shapes = ((8, 9), (64, 48, 3), (3, 64, 48), (84, 84, 12), (9, 84, 84))
+    assert [kind(shape) for shape in shapes] == ["picture"] * 5
+    assert Sight.of(describe(spaces.Box(0, 255, (9, 84, 80), np.uint8), "x"), 1).channels == 9
     assert kind((4, 4)) == kind((7, 2, 2)) == kind((84, 84), np.float32) == kind((100,)) == "array"
     for shape in ((4, 84, 84, 3), (8, 3, 84)):
         with pytest.raises(T3DError, match="one at a time"):
@@ -92,33 +94,68 @@ def told(frames):
     return frames[..., 0], frames[..., 1], frames[..., 2] + 256 * frames[..., 3]
 
 
-@pytest.mark.parametrize("numbers", [False, True])
-@pytest.mark.parametrize("envs, n, capacity", [(1, 1, 2000), (1, 1, 17), (2, 3, 40), (3, 1, 30)])
-@pytest.mark.parametrize("lengths", [(3, 5, 4), (1,), (1, 40)])
-def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
-    knobs = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
-    state = played(partial(Shown, lengths, numbers=numbers), 120, **knobs)
-    memory = state.memory
-    bits = (torch.arange(1000) * 2**32 // 1000).expand(2, -1)  # every row that can be drawn
+def check_samples(memory, n, numbers=False):
+    """Every row that can be drawn shows frames of one copy and one episode, one step apart, as they were seen."""
+    bits = (torch.arange(1000) * 2**32 // 1000).expand(2, -1)
     batch = memory.sample(bits, 0.9)
-    span = torch.log(batch.discount) / np.log(0.9)
+    span = (torch.log(batch.discount) / np.log(0.9)).round()
     obs, next_obs = (part[..., : 3 * 64].view(2, 1000, 3, 64) for part in (batch.obs, batch.next_obs))
     copy, episode, time = told(obs)
     next_copy, next_episode, next_time = told(next_obs)
-    now = time[..., -1]
+    now, ago = time[..., -1], torch.tensor([2, 1, 0])
     # Never across an episode's border.
     assert (copy == copy[..., -1:]).all() and (next_copy == copy[..., -1:]).all()
     assert (episode == episode[..., -1:]).all() and (next_episode == episode[..., -1:]).all()
-    ago = torch.tensor([2, 1, 0])
     assert (time == (now[..., None] - ago).clamp(min=0)).all()
-    assert (next_time == ((now + span.round())[..., None] - ago).clamp(min=0)).all()
-    reward = sum(0.9**i * (now + i + 1) * (i < span.round()) for i in range(n))
+    assert (next_time == ((now + span)[..., None] - ago).clamp(min=0)).all()
+    reward = sum(0.9**i * (now + i + 1) * (i < span) for i in range(n))
     assert torch.allclose(reward, batch.reward, atol=1e-4)
     if numbers:
         assert (batch.obs[..., -1] == now).all() and (batch.next_obs[..., -1] == next_time[..., -1]).all()
-    # All rows that are there can be drawn; where episodes are of one step, at least half of what would have room.
-    drawn = len({(int(c), int(e), int(t)) for c, e, t in zip(copy[0, :, 0], episode[0, :, 2], now[0], strict=True)})
-    assert drawn == memory.length[0] >= min(int(memory.stored[0]), capacity) // 2
+    return {(int(c), int(e), int(t)) for c, e, t in zip(copy[0, :, 0], episode[0, :, 2], now[0], strict=True)}
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize(
+    "envs, n, capacity", [(1, 1, 2000), (1, 1, 17), (2, 3, 40), (3, 1, 30), (4, 1, 90), (4, 3, 90)]
+)
+@pytest.mark.parametrize("lengths", [(3, 5, 4), (1,), (1, 40), (1, 9, 2, 6)])
+def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
+    knobs = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
+    state, config = begun(partial(Shown, lengths, numbers=numbers), random_steps=1999, steps=2000, **knobs)
+    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    memory = state.memory
+    for turn in range(120):
+        training.turn(state, config, verbs)
+        if turn % 10 == 9:
+            drawn = check_samples(memory, n, numbers)
+            # All rows that are there can be drawn; where episodes are of one step, near half of what would have room.
+            assert len(drawn) == memory.length[0] >= min(int(memory.stored[0]), capacity) // 2 - memory.apart
+    state.envs.close()
+
+
+@pytest.mark.parametrize("envs, n", [(1, 1), (3, 2)])
+def test_a_run_that_is_made_longer_finds_its_frames_again(envs, n, tmp_path):
+    knobs = {"num_envs": envs, "n_step": n, "gamma": 0.9, "random_steps": 299}
+    state, config = begun(partial(Shown, (2, 5, 1)), steps=300, **knobs)
+    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    while state.step < 297:
+        training.turn(state, config, verbs)
+    longer, _ = begun(partial(Shown, (2, 5, 1)), steps=500, **knobs)
+    assert longer.memory.places > state.memory.places < state.memory.framed.min()  # it has gone round
+    for old, new in zip(state.memory.rings(), longer.memory.rings(), strict=True):
+        new.put(max(0, int(old.stored[0]) - old.capacity), old.since(max(0, int(old.stored[0]) - old.capacity)))
+    for name, counted in state.memory.counters().items():
+        longer.memory.counters()[name][...] = counted
+    under_way = state.steps_under_way.obs.copy()
+    longer.memory.restored(under_way)
+    assert check_samples(longer.memory, n) == check_samples(state.memory, n)
+    place, new = under_way[..., :3], state.steps_under_way.obs[..., :3]
+    if n > 1:
+        seen = [memory.frames[0, where.astype(int)[:, 0]] for memory, where in
+                ((longer.memory, place), (state.memory, new))]  # fmt: skip
+        assert (seen[0][-1] == seen[1][-1]).all()
+    state.envs.close(), longer.envs.close()
 
 
 def test_a_transition_costs_one_frame():
@@ -252,6 +289,9 @@ def test_a_policy_takes_whole_stacks_and_forgets_on_reset(tmp_path):
     assert (one_by_one == policy(frames)).all() and (policy(frames[None])[0] == one_by_one).all()
     policy.reset()
     assert (policy(frames[0]) == policy(np.stack([frames[0]] * 3))).all()
+    for wrong in (frames[:2], np.concatenate([frames, frames]), frames[:, None], frames[None, None]):
+        with pytest.raises(T3DError, match="stacks of 3 pictures"):
+            policy(wrong)
     with pytest.raises(T3DError, match="not in bytes"):
         policy(frames[0] / 255)
     with pytest.raises(T3DError, match="shape"):
@@ -278,6 +318,27 @@ def test_a_vector_environment_with_pictures(tmp_path):
         vector = gymnasium.vector.SyncVectorEnv([partial(Shown, (4,))] * 2, autoreset_mode=mode)
         run = t3d.train(vector, steps=60, out=tmp_path / mode.name, progress=False, **{**SMALL, "eval_every": 60})
         assert run.evaluations
+
+
+@pytest.mark.parametrize("mode", gymnasium.vector.AutoresetMode)
+def test_a_vector_environment_with_its_channels_first(mode):
+    class First(Shown):
+        def __init__(self):
+            super().__init__((4,))
+            self.observation_space = spaces.Box(0, 255, (3, 8, 9), np.uint8)
+
+        def _seen(self):
+            return np.stack([np.full((8, 9), 10 * channel + self.time, np.uint8) for channel in range(3)])
+
+    vector = gymnasium.vector.SyncVectorEnv([First] * 2, autoreset_mode=mode)
+    envs = open_source(vector, eval_env=First).seen(0, 1).training_batch(2, lambda env, episode: 0)
+    obs = envs.reset()
+    for _ in range(11):
+        assert (obs[:, :3] - obs[:, :1] == [0, 10, 20]).all()
+        moved = envs.step(np.zeros((2, 1), np.float32))
+        assert (moved.final_obs[:, :3] - moved.final_obs[:, :1] == [0, 10, 20]).all()
+        obs = moved.obs
+    envs.close()
 
 
 def test_pendulum_from_pixels(tmp_path):

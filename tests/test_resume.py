@@ -20,6 +20,7 @@ from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
 from t3d.evaluation import Evaluator
+from t3d.runs import checkpoints as checkpoints_room
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
 from t3d.runs.parity import mended, parity
@@ -142,6 +143,17 @@ def test_frames_are_kept_as_rows_are(encoder, buffer_size, tmp_path):
     assert whole == play(tmp_path / "parts", Dot, (3, 5), (50, 63, 1, 105), **knobs)
 
 
+def test_old_segments_are_put_together(tmp_path, monkeypatch):
+    knobs = {"checkpoint_every": "20", "num_envs": 2, "updates_per_step": 0.2}
+    whole = play(tmp_path / "whole", Dot, (3, 5), (), **knobs)
+    monkeypatch.setattr(checkpoints_room, "MOST_SEGMENTS", 4)
+    assert whole == play(tmp_path / "parts", Dot, (3, 5), (40, 60), **knobs)
+    assert len(list((tmp_path / "parts" / "replay").glob("*.safetensors"))) <= 7
+    monkeypatch.setattr(checkpoints_room, "LARGE", 20_000)  # not so many bytes at once
+    assert whole == play(tmp_path / "small", Dot, (3, 5), (40, 60), **knobs)
+    assert len(list((tmp_path / "small" / "replay").glob("*.safetensors"))) > 7
+
+
 def test_what_waits_to_be_stored_is_saved_too(tmp_path, monkeypatch):
     knobs = {"overlap": "on"}
     whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
@@ -184,11 +196,12 @@ def test_every_number_of_the_state_is_needed(name, tmp_path):
         knobs["update_after"] = "episode"  # otherwise it follows from the step
     if name == "history":
         env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
-    if name in ("memory.lost", "memory.recent", "memory.framed"):
+    if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
         env, knobs = Dot, {**knobs, "buffer_size": 40}
     whole = play(tmp_path / "whole", env, (3,), (), **knobs)
-    if name in ("seeds", "memory.stored", "memory.framed"):
-        # The first is told from the run, the others from the segments: they are checked, not taken.
+    if name in ("seeds", "memory.stored", "memory.framed", "memory.modulus"):
+        # The first is told from the run, the next two from the segments: they are checked, not taken. The last is for
+        # runs that are made longer.
         pytest.skip("it is known from elsewhere too")
     try:
         parts = play(tmp_path / "parts", env, (3,), (stop,), forget=name, **knobs)

@@ -43,6 +43,7 @@ class EnvBatch(Protocol):
     layout: Layout
     obs_dim: int
     actions: ActionRange
+    together: bool  # whether they can only move all at once, those that are not active too
     sight: Sight | None  # how its observations are put together, where they have pictures
 
     @property

@@ -20,6 +20,7 @@ class GymBatch:
     """N Gymnasium environments, each in its slot."""
 
     sight: Sight | None = None
+    together = False
 
     def __init__(
         self,

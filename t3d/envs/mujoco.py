@@ -96,6 +96,7 @@ class MujocoBatch:
     """N copies of a MuJoCo task, stepped together."""
 
     sight: Sight | None = None
+    together = False
     lost = 0
 
     def __init__(

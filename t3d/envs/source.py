@@ -94,9 +94,9 @@ class Source:
         made = self._one()
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
-        if made in self._made:
+        if made.unwrapped in self._made:
             raise T3DError(f"{self.name}() gave the same environment twice; it must make a new one each time.")
-        self._made.add(made)
+        self._made.add(made.unwrapped)
         if not isinstance(getattr(made, "observation_space", None), spaces.Space):
             raise T3DError(f"{self.name} has no observation_space.")
         return made

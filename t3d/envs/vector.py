@@ -17,7 +17,7 @@ from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
 from t3d.envs.gym import observable
 from t3d.errors import T3DError
-from t3d.layout import size
+from t3d.layout import channels_last, size
 from t3d.sight import Sight
 
 
@@ -26,6 +26,7 @@ class VectorBatch:
 
     sight: Sight | None = None
     lost = cut = 0
+    together = True
 
     def __init__(self, name: str, env: "VectorEnv[Any, Any, Any]", episode_seed: EpisodeSeed) -> None:
         self.name, self.count, self._env = name, env.num_envs, env
@@ -71,7 +72,8 @@ class VectorBatch:
             if ended.any():
                 final_obs = obs.copy()
                 for i in np.flatnonzero(ended):
-                    final_obs[i] = np.asarray(info["final_obs"][i], np.float32).reshape(-1)
+                    last = channels_last(self.layout, np.asarray(info["final_obs"][i], np.float32))
+                    final_obs[i] = last.reshape(-1)
         elif ended.any():
             fresh, _ = self._env.reset(options={"reset_mask": ended})
             obs = np.where(ended[:, None], self._flat(fresh), obs)
@@ -86,7 +88,7 @@ class VectorBatch:
         if given.shape != (self.count, *self.layout["shape"]) or given.dtype.kind not in "biuf":
             raise T3DError(f"{self._where(0)}: the observations are {given.dtype} {given.shape}.")
         with np.errstate(over="ignore"):
-            return given.astype(np.float32).reshape(self.count, -1)
+            return channels_last(self.layout, given).astype(np.float32).reshape(self.count, -1)
 
     def _where(self, i: int) -> str:
         return f"{self.name}, environment {i}, step {self._steps}"

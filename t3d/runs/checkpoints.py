@@ -34,7 +34,8 @@ from t3d.runs.parity import mended, parity
 FORMAT = 3
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
 PARITY = ".parity"  # behind a segment's name
-MOST_SEGMENTS = 64  # then the older half is put together into one
+MOST_SEGMENTS = 64  # then older ones are put together,
+LARGE = 2**29  # but never more bytes than twice this: it is all in memory at once
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,20 @@ class Checkpoints:
         self._tidy()
 
     def _together(self, step: int, segments: list[Segment]) -> list[Segment]:
-        """The older half of the segments in one file."""
-        old, rest = segments[: len(segments) // 2], segments[len(segments) // 2 :]
+        """Of the older half of the segments those in one file that follow each other and are not large yet."""
+        begin = next((i for i, part in enumerate(segments) if part.size < LARGE), 0)
+        end = begin + 1
+        while end < len(segments) // 2 and segments[end].first == segments[end - 1].last and segments[end].size < LARGE:
+            if sum(part.size for part in segments[begin : end + 1]) > 2 * LARGE:
+                break
+            end += 1
+        if end - begin < 2:
+            return segments
+        old = segments[begin:end]
         parts = [self._read_segment(part) for part in old]
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         name = f"replay/{_free_name(self.run / 'replay', f'step-{step}-together')}"
-        return [self._write_segment(name, rows, old[0].first, old[-1].last), *rest]
+        return [*segments[:begin], self._write_segment(name, rows, old[0].first, old[-1].last), *segments[end:]]
 
     def _write_segment(self, name: str, rows: Mapping[str, Tensor], first: list[int], last: list[int]) -> Segment:
         """Both checkpoints that are kept need it, so it is written with what would mend it."""
