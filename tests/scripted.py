@@ -127,7 +127,7 @@ class Reach(gymnasium.Env):
 
 
 class Shown(gymnasium.Env):
-    """Episode e lasts `lengths[e % …]` steps and is truncated; pixels say which copy, episode and step is seen.
+    """Episodes last `lengths` in turn, and are truncated; pixels say which copy, episode and step is seen.
 
     With `numbers` it observes a dict: the picture, and the step again as a number.
     """
@@ -150,7 +150,7 @@ class Shown(gymnasium.Env):
 
     def step(self, action):
         self.time += 1
-        over = self.time >= self.lengths[self.episode % len(self.lengths)]
+        over = self.time >= self.lengths[(self.episode + self.copy) % len(self.lengths)]
         return self._seen(), float(self.time), False, over, {}
 
     def _seen(self):
