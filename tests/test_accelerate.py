@@ -116,31 +116,17 @@ def test_storing_is_the_same_in_every_mode(mode, device):
     for _ in range(9):
         rows = some_rows(source, 3, source.normal(size=(2, 3, ACTION)))
         verbs.store(rows)
-        simple.add(*rows)
+        simple.add_rows(rows)
     verbs.flush()
     assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
     assert torch.equal(memory.rows[:, :7].cpu(), simple.rows[:, :7])
 
 
-def test_recording_as_far_as_it_goes_without_a_gpu(monkeypatch):
-    """The same order of things, with a GPU that does at once what it is told, and without the kernels for GPUs."""
-
-    class Recording:
-        def __init__(self, work):
-            self.replay = work
-
-    class Mark:
-        def set(self):
-            pass
-
-        wait = set
-
-    monkeypatch.setattr("t3d.accelerate.recording.recorded", Recording)
-    monkeypatch.setattr("t3d.accelerate.recording.Mark", Mark)
+def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monkeypatch):
+    """The same order of things, without the kernels for GPUs."""
     monkeypatch.setattr(
         "t3d.accelerate.recording.perceptrons", lambda memory, config: {"plain layers": lambda _: networks.mlp}
     )
-    monkeypatch.setattr("t3d.accelerate.recording.ON_GPU", {})
     ends = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, accelerate=mode, n_step=2)
