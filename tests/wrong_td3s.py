@@ -39,8 +39,8 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "truncation as done": [
         (
             "training.py",
-            "final_obs, terminated, truncated, valid)",
-            "final_obs, terminated | truncated, truncated, valid)",
+            "after, terminated, truncated, valid)",
+            "after, terminated | truncated, truncated, valid)",
         )
     ],
     "target from the online critics": [(STEPS, "both_values(agent.target_critic,", "both_values(agent.critic,")],
