@@ -25,4 +25,5 @@ start 13 Reacher
 start 14 InvertedPendulum
 start 15 InvertedDoublePendulum
 wait
+echo "all of them: $((SECONDS / 60)) minutes"
 python3 -m t3d bench table

@@ -160,7 +160,7 @@ def update_actor(agent: Agent, obs: Tensor, lr: float, limit: float) -> Metrics:
         losses = actor_loss(actor, agent.critic, obs, limit)
         return losses.sum(), losses
 
-    networks.borrow(agent.actor, agent.critic)
+    networks.borrow(agent.actor, agent.critic)  # nothing, unless pictures are seen through the critics' eye
     gradients, losses = grad(total, has_aux=True)(agent.actor)
     adam(agent.actor, gradients, agent.actor_adam, lr)
     return {"actor_loss": losses}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from scripted import Lamp, Shown, Sweep
+from scripted import Dot, Lamp, Shown, Sweep
 
 import t3d
 from t3d import networks, states, training
@@ -20,6 +20,7 @@ from t3d.envs import open_source
 from t3d.errors import T3DError
 from t3d.layout import describe, flatten
 from t3d.pictures import Pictures
+from t3d.replay import seen_through
 from t3d.sight import Sight
 from t3d.vision import seeing
 
@@ -265,25 +266,26 @@ def test_seeds_side_by_side_do_not_disturb_each_other():
 # ------------------------------------------------------------------------------------------ what is used
 
 
-def test_a_policy_sees_frame_by_frame_what_the_evaluation_saw(tmp_path):
-    knobs = {**SMALL, "eval_every": 60, "eval_episodes": 2, "checkpoint_every": "60"}
-    env = partial(Shown, (5,), numbers=True)
-    run = t3d.train(env, steps=60, out=tmp_path / "run", progress=False, normalize_obs="on", **knobs)
+def test_a_policy_sees_frame_by_frame_what_a_batch_of_environments_shows(tmp_path):
+    knobs = {**SMALL, "eval_every": 60, "eval_episodes": 2, "normalize_obs": "on"}
+    run = t3d.train(Dot, steps=60, out=tmp_path / "run", progress=False, **knobs)
     policy = t3d.load(run, which="last")
     assert policy.card.stack == 3 and policy.lens is not None
-    state, _ = begun(env, seeds=(0,))
-    stacked, one = state.envs.reset(), env()
-    obs, _ = one.reset()
-    for _ in range(4):
-        frames = torch.from_numpy(stacked)[None]
-        action = policy(obs)
-        normal = (frames[..., -1:] - policy.lens.shift) * policy.lens.scale
-        with networks.using(policy.network):
-            expected = networks.actor(policy.parameters, torch.cat([frames[..., :-1], normal.clamp(-10, 10)], -1))
-        # Which copy it is stands in a pixel, so what is compared is the shape of things: finite, and near.
-        assert np.isfinite(action).all() and abs(float(action[0]) - float(expected)) < 0.5
-        stacked, obs = state.envs.step(np.zeros((1, 1), np.float32)).obs, one.step(action)[0]
-    state.envs.close()
+    batch = open_source(Dot).seen(0, 3).batch(1, lambda env, episode: episode)
+    seen, one, actions = batch.reset(), Dot(), []
+    for episode in range(3):
+        policy.reset()
+        obs, over = one.reset(seed=episode)[0], False
+        while not over:
+            stacked = seen_through(policy.lens, torch.from_numpy(seen)[None])
+            with networks.using(policy.network):
+                expected = networks.actor(policy.parameters, stacked)[0].numpy()
+            actions.append(policy(obs))
+            assert np.allclose(actions[-1], expected[0], atol=1e-6)
+            seen = batch.step(expected).obs
+            obs, _, _, over, _ = one.step(actions[-1])
+    assert len(np.unique(np.round(actions, 4))) > 5  # what is seen makes a difference
+    batch.close()
 
 
 def test_a_policy_takes_whole_stacks_and_forgets_on_reset(tmp_path):

@@ -1,0 +1,52 @@
+"""What an update costs with pictures: one eye that the critics train, or one for each network.
+
+    python benchmarks/pixels.py
+
+Pendulum-v1 in three frames of 32 x 32 pixels, compiled; the median of five rounds, in turns.
+"""
+
+import time
+from statistics import median
+
+from machine import save
+
+from t3d import networks, states, training
+from t3d.accelerate import accelerate, hardware
+from t3d.config import Config, settle
+from t3d.envs import open_source
+
+ROUNDS, UPDATES = 5, 20
+
+
+def learner(encoder, batch_size):
+    """A function that runs some updates, and the state it changes."""
+    knobs = {"steps": 1000, "random_steps": 50, "pixels": 32, "device": "cpu", "accelerate": "compile"}
+    config = settle(Config(**knobs, batch_size=batch_size, encoder=encoder), "td3", "Pendulum-v1", 1)
+    state = states.begin(open_source("Pendulum-v1").seen(config.pixels, config.frame_stack), [0], config)
+    with networks.using(state.network):
+        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        for _ in range(40):
+            training.turn(state, config, verbs)
+    state.close()
+
+    def milliseconds():
+        with hardware(config.threads, config.precision):
+            begin = time.perf_counter()
+            for update in range(UPDATES):
+                verbs.update(0, delayed=update % 2 == 0)
+            return 1000 * (time.perf_counter() - begin) / UPDATES
+
+    return milliseconds
+
+
+def main():
+    cases = {(encoder, batch): learner(encoder, batch) for batch in (32, 128) for encoder in ("critic", "separate")}
+    rounds = [{case: run() for case, run in cases.items()} for _ in range(ROUNDS + 1)][1:]
+    results = {f"{encoder}, batch {batch}": median(r[encoder, batch] for r in rounds) for encoder, batch in cases}
+    for name, milliseconds in results.items():
+        print(f"{name:24} {milliseconds:6.1f} ms an update")
+    save("pixels", ("torch",), results)
+
+
+if __name__ == "__main__":
+    main()
