@@ -52,6 +52,7 @@ class State:
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
+    unnoted: tuple[NDArray[Any], ...] | None = None  # of the last step what is not in `played` and `fingerprint` yet
     goals: Goals | None = None  # what relabels them
     network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
     step: int = 0  # environment steps of each seed
@@ -154,7 +155,8 @@ def saved(state: State) -> dict[str, Tensor]:
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
     parts["played"], parts["history"] = (x[:, :, : state.episode_length.max()] for x in (state.played, state.history))
-    del parts["goals"], parts["network"]
+    assert state.unnoted is None, "a step is not noted yet"
+    del parts["goals"], parts["network"], parts["unnoted"]
     return agents.tensors(parts)
 
 

@@ -24,7 +24,7 @@ from t3d.display import Display
 from t3d.envs import Source
 from t3d.evaluation import Evaluation, Evaluator
 from t3d.policy import Card, Policy
-from t3d.replay import into_row
+from t3d.replay import Flags, into_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
 from t3d.states import METRICS, State, relabel, saved
@@ -50,6 +50,7 @@ def run(
 
     def save() -> None:
         verbs.flush()
+        note(state)
         checkpoints.save(state.step, saved(state), state.memory)
 
     if state.evaluated < 0:
@@ -113,6 +114,7 @@ def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
     action = act(state, config, verbs)
     if config.overlap == "on":
         learn_owed(state, config, verbs)  # asked for now, done while the environments move
+    note(state)  # while a GPU still acts
     return collect(state, action(), config, verbs)
 
 
@@ -140,9 +142,7 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
     verbs.store(transitions._replace(frames=frames))
 
-    told = b"".join(part.tobytes() for part in (state.fingerprint, action, obs, reward))
-    state.fingerprint = np.frombuffer(blake2b(told, digest_size=32).digest(), np.uint8).copy()
-    state.played = _noted(state.played, state.episode_length, action)
+    state.unnoted = action, obs, reward, valid
     if state.goals is not None:
         whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
         into_row(whole, transitions, state.memory.obs_dim)
@@ -151,9 +151,19 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     state.episode_return += reward
     state.episode_length += valid
     state.step += min(left, shape[1])
+    if config.update_after == "step":
+        state.earned[:] = max(0, state.step - config.random_steps)
     ended = terminated | truncated
+    return episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
+
+
+def episodes_ended(
+    state: State, ended: Flags, terminated: Flags, valid: Flags, config: Config, verbs: Verbs
+) -> list[dict[str, Any]]:
+    """A row for each of the episodes (S, N) that ended, and a fresh page for those that begin."""
+    note(state)
     rows: list[dict[str, Any]] = []
-    for k, i in np.argwhere(ended) if np.count_nonzero(ended) else ():
+    for k, i in np.argwhere(ended):
         score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
         row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
         rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
@@ -162,11 +172,22 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
         if state.goals is not None:
             verbs.flush()  # what came before goes in before
             relabel(state, k, i)
-    if config.update_after == "step":
-        state.earned[:] = max(0, state.step - config.random_steps)
-    for of_episode in (state.episode_return, state.episode_length, state.played, state.history) if len(rows) else ():
+    for of_episode in (state.episode_return, state.episode_length, state.played, state.history):
         of_episode[ended] = 0
     return rows
+
+
+def note(state: State) -> None:
+    """Write the last step down, if it is not yet: its actions, to find the way back, and a hash of all that came."""
+    if state.unnoted is None:
+        return
+    action, obs, reward, valid = state.unnoted
+    told = blake2b(state.fingerprint, digest_size=32)
+    for part in (action, obs, reward):
+        told.update(np.ascontiguousarray(part))
+    state.fingerprint = np.frombuffer(told.digest(), np.uint8).copy()
+    state.played = _noted(state.played, state.episode_length - valid, action)
+    state.unnoted = None
 
 
 def _noted(kept: NDArray[np.float32], length: NDArray[np.int64], new: NDArray[np.float32]) -> NDArray[np.float32]:
