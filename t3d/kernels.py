@@ -325,8 +325,8 @@ def _weights_tile(nets: int, precision: str) -> dict[str, int]:
     if precision != "bf16":
         wide = 128 if precision == "tf32" else 64
         return {"BP": 32, "BQ": wide, "BB": 64, "BS": 64, "num_warps": 4, "num_stages": 3}
-    wide, deep = (64, 128) if nets <= 64 else (128, 64)
-    return {"BP": 64, "BQ": wide, "BB": deep, "BS": wide, "num_warps": 4, "num_stages": 2}
+    wide, deep, stages = (64, 128, 2) if nets <= 64 else (128, 64, 3)
+    return {"BP": 64, "BQ": wide, "BB": deep, "BS": wide, "num_warps": 4, "num_stages": stages}
 
 
 def _even(x: Tensor) -> Tensor:

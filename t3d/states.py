@@ -52,7 +52,9 @@ class State:
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
-    unnoted: tuple[NDArray[Any], ...] | None = None  # of the last step what is not in `played` and `fingerprint` yet
+    unnoted: list[
+        tuple[NDArray[np.float32], bytes]
+    ]  # actions, and all of it, of steps not in there yet, nor in `played`
     goals: Goals | None = None  # what relabels them
     network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
     step: int = 0  # environment steps of each seed
@@ -113,6 +115,7 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
         sums={name: torch.zeros(count, device=device) for name in METRICS},
         updates_logged=np.zeros(count, np.int64),
         fingerprint=np.zeros(32, np.uint8),
+        unnoted=[],
         goals=goals,
         network=network,
     )
@@ -155,7 +158,7 @@ def saved(state: State) -> dict[str, Tensor]:
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
     parts["played"], parts["history"] = (x[:, :, : state.episode_length.max()] for x in (state.played, state.history))
-    assert state.unnoted is None, "a step is not noted yet"
+    assert not state.unnoted, "steps are to be written down before they are saved"
     del parts["goals"], parts["network"], parts["unnoted"]
     return agents.tensors(parts)
 

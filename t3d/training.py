@@ -30,6 +30,8 @@ from t3d.runs.folder import Run, Which
 from t3d.states import METRICS, State, relabel, saved
 from t3d.steps import is_delayed
 
+UNNOTED = 64  # steps that are written down together
+
 
 def run(
     state: State,
@@ -114,7 +116,6 @@ def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
     action = act(state, config, verbs)
     if config.overlap == "on":
         learn_owed(state, config, verbs)  # asked for now, done while the environments move
-    note(state)  # while a GPU still acts
     return collect(state, action(), config, verbs)
 
 
@@ -142,11 +143,11 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
     verbs.store(transitions._replace(frames=frames))
 
-    state.unnoted = action, obs, reward, valid
+    state.unnoted.append((action, action.tobytes() + obs.tobytes() + reward.tobytes()))
     if state.goals is not None:
         whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
         into_row(whole, transitions, state.memory.obs_dim)
-        state.history = _noted(state.history, state.episode_length, whole)
+        state.history = _noted(state.history, state.episode_length, whole[:, :, None])
     state.obs = obs
     state.episode_return += reward
     state.episode_length += valid
@@ -154,6 +155,8 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     if config.update_after == "step":
         state.earned[:] = max(0, state.step - config.random_steps)
     ended = terminated | truncated
+    if len(state.unnoted) == UNNOTED or np.count_nonzero(valid) < valid.size:
+        note(state, valid)
     return episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
 
 
@@ -177,27 +180,31 @@ def episodes_ended(
     return rows
 
 
-def note(state: State) -> None:
-    """Write the last step down, if it is not yet: its actions, to find the way back, and a hash of all that came."""
-    if state.unnoted is None:
+def note(state: State, valid: Flags | None = None) -> None:
+    """Write the last steps down: their actions, to find the way back, and a hash of all that came.
+
+    All of them were `valid` (S, N), but in the last one perhaps. Together they take a fraction of the time.
+    """
+    if not state.unnoted:
         return
-    action, obs, reward, valid = state.unnoted
-    told = blake2b(state.fingerprint, digest_size=32)
-    for part in (action, obs, reward):
-        told.update(np.ascontiguousarray(part))
-    state.fingerprint = np.frombuffer(told.digest(), np.uint8).copy()
-    state.played = _noted(state.played, state.episode_length - valid, action)
-    state.unnoted = None
+    actions = np.stack([action for action, _ in state.unnoted], 2)  # (S, N, n, A)
+    told = state.fingerprint.tobytes()
+    for _, step in state.unnoted:
+        told = blake2b(told + step, digest_size=32).digest()
+    state.fingerprint = np.frombuffer(told, np.uint8).copy()
+    first = state.episode_length - len(state.unnoted) + (0 if valid is None else ~valid)
+    state.played = _noted(state.played, first, actions)
+    state.unnoted.clear()
 
 
-def _noted(kept: NDArray[np.float32], length: NDArray[np.int64], new: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What is kept of the episodes under way, (S, N, T, …), with what is new (S, N, …) behind it."""
-    longest = kept.shape[2]
-    if length.max() >= longest:
-        more = np.zeros((*new.shape[:2], max(longest, 128), new.shape[2]), np.float32)
+def _noted(kept: NDArray[np.float32], first: NDArray[np.int64], new: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What is kept of the episodes under way, (S, N, T, …), with what is new (S, N, n, …) from `first` (S, N) on."""
+    longest, count = kept.shape[2], new.shape[2]
+    if first.max() + count > longest:
+        more = np.zeros((*new.shape[:2], max(longest, 128, count), new.shape[3]), np.float32)
         kept = np.concatenate([kept, more], 2)
-    count, dim = length.size, new.shape[2]
-    kept.reshape(count, -1, dim)[np.arange(count), length.reshape(count)] = new.reshape(count, dim)
+    places = first[..., None] + np.arange(count)  # (S, N, n)
+    np.put_along_axis(kept, places[..., None], new, 2)
     return kept
 
 

@@ -147,8 +147,8 @@ def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monke
         verbs.flush()
         rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
         ends[mode] = {**tensors(agent), **sums, **memory.tensors(), "rows": rows}
-    for name, tensor in ends["eager"].items():
-        torch.testing.assert_close(ends["graph"][name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+    for name, tensor in ends["eager"].items():  # by their norms: Adam makes much of a small gradient's rounding
+        assert (ends["graph"][name] - tensor).double().norm() <= 1e-4 * tensor.double().norm() + 1e-6, name
 
 
 def test_where_kernels_do_not_work_plain_layers_do():

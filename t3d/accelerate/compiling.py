@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,8 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
         # What was compiled for other kernels must not be found in the cache.
         source = inspect.getsource(sys.modules[networks.current().apply.__module__])
         tag = hashlib.sha256(source.encode()).hexdigest()
-        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        with torch.compiler.config.patch(cache_key_tag=tag), warnings.catch_warnings():  # type: ignore[attr-defined]
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # who asks for fp32 wants it
             call: Any = compile_fx(graph, empty, config_patches=known)
     except (RuntimeError, ImportError) as error:
         raise CannotCompile(str(error).strip().splitlines()[0]) from error
