@@ -72,6 +72,7 @@ def test_the_suites_are_what_they_say():
     names = [task.name for task in tasks_of("ablation", ["Hopper", "Walker2d", "ddpg"])]
     assert names == ["ablation-ddpg-Hopper-v5", "ablation-ddpg-Walker2d-v5"]
     assert len(tasks_of("ablation", ["Hopper"])) == 5
+    assert [task.name for task in tasks_of("pixels")] == ["pixels-Pendulum-v1"]
     assert tasks_of("documents")[0].name == "documents-AntBulletEnv-v0"
     with pytest.raises(t3d.T3DError, match=r"the suite quick has no task 'Pendulm'.*Did you mean Pendulum-v1"):
         tasks_of("quick", ["Pendulm"])
@@ -162,7 +163,11 @@ def test_the_ablations_order_is_compared_with_the_papers(tmp_path):
     for variant, level in (("td3", 3000), ("one-critic", 1500), ("no-delay", 3005), ("ddpg", 9000)):
         curves = [[0, level + 10 * k] for k in range(4)]
         made(tmp_path, f"ablation-{variant}-Hopper-v5", "Hopper-v5", curves, variant)
-    said = tables.ordering(tables.read_results(tmp_path)["ablation"])
+    values = {"expected": [[0, 9], [0, 11]], "came": [[0, 10], [0, None]]}
+    made(tmp_path, "ablation-td3-Walker2d-v5", "Walker2d-v5", [[0, 1], [0, 3]], "td3", **values)
+    found = tables.read_results(tmp_path)["ablation"]
+    assert tables.overestimation(found) == ["Walker2d-v5, value of a state: TD3 expected 5.00 where 3.33 came (+50%)."]
+    said = tables.ordering(found)
     assert said == [
         "Hopper-v5: TD3 and no delay cannot be told apart.",
         "Hopper-v5: TD3 is above one critic, as in the paper.",

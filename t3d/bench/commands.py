@@ -26,10 +26,12 @@ class Returns:
     """
 
     suite: SuiteName = "quick"
-    """quick needs no GPU; paper is Table 1; ablation takes TD3 apart; documents are PyBullet's tasks."""
+    """quick needs no GPU; paper is Table 1; ablation takes TD3 apart; pixels are pictures; documents PyBullet's."""
     only: Annotated[tuple[str, ...], arg(metavar="TASK ...", help_behavior_hint="")] = ()
     """These tasks, as in Hopper, and for ablation these variants, as in ddpg."""
-    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 10; quick: 5; documents: 2)")] = None
+    seeds: Annotated[
+        int | None, arg(metavar="N", help_behavior_hint="(default: 10; quick: 5; pixels, documents: 2)")
+    ] = None
     """Seeds 0 to N-1."""
     steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
     """Environment steps for each seed."""

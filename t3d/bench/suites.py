@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from t3d.config import Preset
 from t3d.errors import T3DError, nearest
 
-SuiteName = Literal["paper", "quick", "ablation", "documents"]
+SuiteName = Literal["paper", "quick", "ablation", "pixels", "documents"]
 Version = Literal["v5", "v4"]
 
 
@@ -52,6 +52,14 @@ _QUICK = {
     "InvertedDoublePendulum-v5": 30_000,
 }
 _ABLATION = {"steps": 500_000, "eval_every": 10_000, "eval_values": "on"}
+_PIXELS = {
+    "steps": 20_000,
+    "eval_every": 2_000,
+    "eval_episodes": 5,
+    "pixels": 32,
+    "batch_size": 64,
+    "precision": "fp32",
+}
 _DOCUMENTS = {"steps": 500_000, "eval_every": 5_000}
 _BULLET = ("AntBulletEnv-v0", "HalfCheetahBulletEnv-v0", "Walker2DBulletEnv-v0")
 
@@ -77,6 +85,11 @@ SUITES: dict[SuiteName, Suite] = {
             for variant, knobs in {"td3": {}, **VARIANTS}.items()
         ),
         seeds=10,
+    ),
+    "pixels": Suite(
+        "Pendulum seen through three frames of 32 x 32 pixels.",
+        (Task("pixels", "Pendulum-v1", _PIXELS),),
+        seeds=2,
     ),
     "documents": Suite(
         "The documents' settings on PyBullet's tasks, which the course that they come from used.",

@@ -185,6 +185,17 @@ def ordering(results: Sequence[Result]) -> list[str]:
     return said
 
 
+def overestimation(results: Sequence[Result]) -> list[str]:
+    """What critics expected of the states they saw, beside what came, in the last ten evaluations."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        if result.values is not None and result.variant in ("td3", "ddpg"):
+            expected, came = (float(np.nanmean(part[:, -10:])) for part in result.values)
+            cell = f"{title(result.variant)} expected {number(expected)} where {number(came)} came"
+            said.setdefault(result.env, []).append(f"{cell} ({(expected - came) / abs(came):+.0%})")
+    return [f"{env}, value of a state: {'; '.join(cells)}." for env, cells in said.items()]
+
+
 def title(variant: str) -> str:
     return {"td3": "TD3", "ddpg": "DDPG"}.get(variant, variant.replace("-", " "))
 
@@ -202,7 +213,9 @@ def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Rows, list[s
     parts = []
     for suite, found in results.items():
         rows = ablation_table(found) if suite == "ablation" else returns_table(found)
-        below = ordering(found) if suite == "ablation" else [s for s in (overall(found),) if s]
+        below = (
+            [*ordering(found), *overestimation(found)] if suite == "ablation" else [s for s in (overall(found),) if s]
+        )
         parts.append((f"{suite}: {SUITES[suite].about}", rows, [*below, *_conditions(found)]))
     return parts
 
