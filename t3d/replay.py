@@ -69,6 +69,7 @@ class Replay:
         self.stored = np.zeros(seeds, np.int64)
         self.first = np.arange(seeds)[:, None] * places  # (S, 1) each seed's first row, counted over all
         self.length = torch.zeros(seeds, dtype=torch.int64, device=device)
+        self._kept: tuple[tuple[int, ...], dict[str, NDArray[Any]], dict[str, Tensor]] | None = None
 
     def add(
         self,
@@ -85,11 +86,20 @@ class Replay:
 
     def add_rows(self, rows: "Rows") -> None:
         """[step 1] The same, of rows that come in one piece."""
-        frames = 0 if rows.frames is None else rows.frames.where.shape[1]
-        shapes = self.incoming(rows.valid.shape[1], frames)
-        into: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        into, new = self._desk(rows.valid.shape[1], 0 if rows.frames is None else rows.frames.where.shape[1])
         self.lay_out(into, rows)
-        self.write({name: torch.from_numpy(part).to(self.rows.device) for name, part in into.items()})
+        if self.rows.device.type != "cpu":
+            new = {name: tensor.to(self.rows.device) for name, tensor in new.items()}
+        self.write(new)
+
+    def _desk(self, count: int, frames: int) -> tuple[dict[str, NDArray[Any]], dict[str, Tensor]]:
+        """Arrays to lay so many rows out in, and the same as tensors; kept, because every step needs as many."""
+        size = len(self.rows), count, frames
+        if self._kept is None or self._kept[0] != size:
+            shapes = self.incoming(count, frames)
+            into: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
+            self._kept = size, into, {name: torch.from_numpy(part) for name, part in into.items()}
+        return self._kept[1], self._kept[2]
 
     def incoming(self, count: int, frames: int) -> dict[str, tuple[tuple[int, ...], type]]:
         """The arrays that so many rows and frames are laid out in on their way to the device: shapes and types."""

@@ -158,9 +158,9 @@ def test_where_kernels_do_not_work_plain_layers_do():
     def broken():
         raise ValueError("no such thing\nat line 7")
 
-    with pytest.warns(UserWarning, match=r"^kernels do not work on this GPU \(ValueError: no such thing\)\.$"):
+    with pytest.warns(UserWarning, match=r"^kernels do not work on this machine \(ValueError: no such thing\)\.$"):
         assert first_that_works(translate, {"kernels": broken, "plain layers": lambda: 1}) == 2
-    with pytest.warns(UserWarning), pytest.raises(CannotCompile, match="ValueError: no such thing"):
+    with pytest.raises(CannotCompile, match="ValueError: no such thing"):  # said once, by whoever goes on without
         first_that_works(translate, {"plain layers": broken})
 
 

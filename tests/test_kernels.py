@@ -5,11 +5,10 @@ python tests/test_kernels.py      on a machine with a GPU: all precisions, real 
 
 import os
 import sys
-from itertools import pairwise
 
+import by_hand
 import pytest
 import torch
-from torch.func import grad
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -21,43 +20,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parameters(lead, sizes, bias=0.0):
-    """With a `bias` of 10, and 100 for the second layer, no unit is ever off, and rounding cannot turn one on."""
-    torch.manual_seed(0)
-    made = {}
-    for layer, (fan_in, out) in enumerate(pairwise(sizes), start=1):
-        made[f"w{layer}"] = torch.randn(*lead, fan_in, out, device=DEVICE) / fan_in**0.5
-        made[f"b{layer}"] = torch.randn(*lead, 1, out, device=DEVICE) + bias**layer
-    return made
+    return by_hand.parameters(lead, sizes, bias, DEVICE)
 
 
 def errors(lead, sizes, batch, precision, x=None, weights=None):
-    """How far off outputs, the weights' gradients and the input's are, as shares of their norms."""
     weights = parameters(lead, sizes) if weights is None else weights
     x = torch.randn(lead[-1], batch, sizes[0], device=DEVICE) if x is None else x
-    fast = kernels.mlp(precision)
-    coefficients = torch.randn(*lead, batch, sizes[-1], device=DEVICE)
-
-    def error(a, b):
-        return float((a.double() - b).norm() / b.norm())
-
-    def both(perceptron, weights, x, coefficients):
-        def loss(weights, x):
-            return (perceptron(weights, x) * coefficients).sum()
-
-        weights_alone, x_alone = grad(loss)(weights, x), grad(loss, 1)(weights, x)
-        of_both, of_x = grad(loss, (0, 1))(weights, x)
-        assert all(torch.equal(tensor, of_both[name]) for name, tensor in weights_alone.items())
-        assert torch.equal(x_alone, of_x)
-        return perceptron(weights, x), of_both, of_x
-
-    y, of_weights, of_x = both(fast, weights, x, coefficients)
-    exact_weights = {name: tensor.double() for name, tensor in weights.items()}
-    exact_y, exact_of_weights, exact_of_x = both(networks.mlp, exact_weights, x.double(), coefficients.double())
-    return (
-        error(y, exact_y),
-        max(error(of_weights[name], exact_of_weights[name]) for name in weights),
-        error(of_x, exact_of_x),
-    )
+    return by_hand.errors(kernels.mlp(precision), weights, x)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])

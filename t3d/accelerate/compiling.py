@@ -6,12 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
@@ -37,6 +39,9 @@ class Compiled:
             step=torch.zeros((), dtype=torch.int64, device=device),
             action=torch.zeros(*shape, dim, device=device),
         )
+        # On a CPU they are NumPy's too, which does small things in less time than PyTorch.
+        names = ("obs", "step", "action") if device.type == "cpu" else ()
+        self._here: dict[str, NDArray[Any]] = {name: getattr(self._play, name).numpy() for name in names}
         students = [Student.of(learner, config.batch_size) for learner in learners]
 
         # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
@@ -52,16 +57,26 @@ class Compiled:
             with products(config, device):
                 add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, delayed))
 
-        (self._explore,) = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
+        def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
+            with computed_by(perceptron(precision_of_acting(config))):
+                play = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
+            with computed_by(perceptron(config.precision)):
+                critics = compiled(lambda to: rest(to, delayed=False), students, {})
+                return play, critics, compiled(lambda to: rest(to, delayed=True), students, {})
+
         self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
-        self._critics = compiled(lambda to: rest(to, delayed=False), students, {})
-        self._everything = compiled(lambda to: rest(to, delayed=True), students, {})
+        ways = perceptrons(whole.memory, config)
+        (self._explore,), self._critics, self._everything = first_that_works(translate, ways)
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
-        self._play.obs.copy_(torch.from_numpy(obs))
-        self._play.step.fill_(step)
+        if not self._here:
+            self._play.obs.copy_(torch.from_numpy(obs))
+            self._play.step.fill_(step)
+            self._explore()
+            return lambda: np.asarray(self._play.action.cpu().numpy())
+        self._here["obs"][:], self._here["step"][...] = obs, step
         self._explore()
-        return lambda: np.array(self._play.action.cpu().numpy())
+        return self._here["action"].copy
 
     def update(self, k: int, delayed: bool) -> None:
         self._fetch[k]()
@@ -127,6 +142,7 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
 
     inputs = [[tensors[name] for name in names] for tensors in own]
     # Some are newer than the oldest PyTorch that will do.
+    options = {"size_asserts": False, **options}  # they are always the same tensors
     known = {name: value for name, value in options.items() if hasattr(config, name.split(".")[0])}
     if inputs[0][0].device.type == "cpu":
         known["cpp_wrapper"] = True
@@ -136,6 +152,8 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
         empty = [shapes.from_tensor(tensor, static_shapes=True) for tensor in inputs[0]]
         with shapes:
             graph = make_fx(flat)(*empty)
+        used = used_inputs(graph)
+        inputs, empty = [[tensors[i] for i in used] for tensors in inputs], [empty[i] for i in used]
         # What was compiled for other kernels must not be found in the cache.
         source = inspect.getsource(sys.modules[networks.current().apply.__module__])
         tag = hashlib.sha256(source.encode()).hexdigest()
@@ -152,6 +170,64 @@ def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict
         return run
 
     return [tied(tensors) for tensors in inputs]
+
+
+def used_inputs(graph: Any) -> list[int]:
+    """Which of its inputs a traced function uses; the others are taken away: each would cost time at every call."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    used = [i for i, node in enumerate(inputs) if node.users]
+    for node in inputs:
+        if not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return used
+
+
+Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
+
+
+def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
+    """How to compute the networks in a precision, best first: by hand where something is written for such networks."""
+    own = networks.current()
+    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own.apply}
+    if own is not networks.PERCEPTRON:
+        return plain
+    if config.device == "cpu":
+        from t3d import processors
+
+        return {"layers in C++": processors.mlp, **plain} if processors.fits(config.hidden) else plain
+    try:
+        from t3d import kernels
+    except ImportError:
+        return plain
+    fit = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
+    return {"hand-written kernels": kernels.mlp, **plain} if fit else plain
+
+
+def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
+    """Machines and what comes with them are many: where the best way fails, the next one is tried, and that is said."""
+    failed: list[str] = []
+    for name, way in ways.items():
+        try:
+            found = translate(way)
+        except Exception as error:  # Triton's errors have no common kind
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed.append(f"{name} do not work on this machine ({reason}).")
+            continue
+        for sentence in failed:
+            warnings.warn(sentence, stacklevel=2)
+        return found
+    raise CannotCompile(reason)
+
+
+def computed_by(perceptron: Perceptron) -> AbstractContextManager[None]:
+    """The networks in use, computed in another way of the same meaning."""
+    return networks.using(networks.Pair(networks.current().init, perceptron))
+
+
+def precision_of_acting(config: Config) -> str:
+    """Never less than is needed to learn from what is done."""
+    return "fp32" if config.precision == "bf16" else config.precision
 
 
 def keep_translations() -> None:

@@ -1,8 +1,7 @@
 """The same functions, compiled and recorded by a GPU."""
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
-from t3d import networks
-from t3d.accelerate.compiling import Player, compiled, keep_translations
-from t3d.accelerate.verbs import CannotCompile, Floats, Learner, update
+from t3d.accelerate.compiling import (
+    Perceptron,
+    Player,
+    compiled,
+    computed_by,
+    first_that_works,
+    keep_translations,
+    perceptrons,
+    precision_of_acting,
+)
+from t3d.accelerate.verbs import Floats, Learner, update
 from t3d.config import Config
-from t3d.replay import Replay, Rows
-
-Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
+from t3d.replay import Rows
 
 
 class Recorded:
@@ -44,7 +49,7 @@ class Recorded:
         player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
         def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
-            with computed_by(perceptron("fp32" if config.precision == "bf16" else config.precision)):
+            with computed_by(perceptron(precision_of_acting(config))):
                 play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
             with computed_by(perceptron(config.precision)):
                 critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
@@ -172,34 +177,3 @@ def _undone(to: Learner) -> Iterator[None]:
     finally:
         for name, tensor in tensors.items():
             tensor.copy_(before[name])
-
-
-def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
-    """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
-    own = networks.current()
-    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own.apply}
-    if own is not networks.PERCEPTRON:
-        return plain
-    try:
-        from t3d import kernels
-    except ImportError:
-        return plain
-    if not kernels.fits(memory.obs_dim, memory.action_dim, config.hidden):
-        return plain
-    return {"hand-written kernels": kernels.mlp, **plain}
-
-
-def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
-    """GPUs and what comes with them are many: what the best way fails with is said, and the next one tried."""
-    for name, way in ways.items():
-        try:
-            return translate(way)
-        except Exception as error:  # Triton's errors have no common kind
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            warnings.warn(f"{name} do not work on this GPU ({reason}).", stacklevel=2)
-    raise CannotCompile(reason)
-
-
-def computed_by(perceptron: Perceptron) -> AbstractContextManager[None]:
-    """The networks in use, computed in another way of the same meaning."""
-    return networks.using(networks.Pair(networks.current().init, perceptron))
