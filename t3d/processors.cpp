@@ -1,12 +1,12 @@
 // [steps 2 and 3] `networks.mlp` for processors with 512-bit vectors: a whole network with two hidden layers at once.
 //
-// Every product is one routine, `product`: it keeps 14 x 32 sums in registers while it walks along the third axis, and adds
-// biases, cuts at zero or masks before a sum is ever stored. Rows of the batch are divided among threads, a network to a
-// thread where there are enough of them, so what one layer leaves in a core's cache the next one finds there. No sum is
-// divided, so results do not depend on the number of threads.
+// Every product is one routine, `product`: it keeps 14 x 32 sums in registers while it walks along the third axis, and
+// adds biases, cuts at zero or masks before a sum is ever stored. Rows of the batch are divided among threads, a
+// network to a thread where there are enough of them, so what one layer leaves in a core's cache the next one finds
+// there. No sum is divided, so results do not depend on the number of threads.
 //
-// What is multiplied is made of 32-bit units: in fp32 a number, in bf16 a pair of neighbours along the third axis, which a
-// processor multiplies and adds up at once. `processors.py` calls this, and says what the shapes are.
+// What is multiplied is made of 32-bit units: in fp32 a number, in bf16 a pair of neighbours along the third axis,
+// which a processor multiplies and adds up at once. `processors.py` calls this, and says what the shapes are.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -30,7 +30,6 @@ using at::Tensor;
 
 struct Fp32 {
   using Unit = float;
-  static constexpr long width = 1;  // numbers in a unit
   static __m512 broadcast(float a) { return _mm512_set1_ps(a); }
   static __m512 load(__mmask16 mask, const float* b) { return _mm512_maskz_loadu_ps(mask, b); }
   static __m512 add(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
@@ -39,7 +38,6 @@ struct Fp32 {
 #ifdef __AVX512BF16__
 struct Bf16 {
   using Unit = uint32_t;
-  static constexpr long width = 2;
   static __m512i broadcast(uint32_t a) { return _mm512_set1_epi32(a); }
   static __m512i load(__mmask16 mask, const uint32_t* b) { return _mm512_maskz_loadu_epi32(mask, b); }
   static __m512 add(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
@@ -55,8 +53,8 @@ struct Finish {
 
 // ROWS x (16 VECTORS) sums of c = a b; of the last vector the columns in `last` alone.
 template <class P, int ROWS, int VECTORS>
-void tile(long depth, const typename P::Unit* a, long a_row, long a_step, const typename P::Unit* b, long b_step, float* c,
-          long c_row, __mmask16 last, const Finish& finish) {
+void tile(long depth, const typename P::Unit* a, long a_row, long a_step, const typename P::Unit* b, long b_step,
+          float* c, long c_row, __mmask16 last, const Finish& finish) {
   __m512 sum[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int v = 0; v < VECTORS; v++) {
@@ -82,10 +80,10 @@ void tile(long depth, const typename P::Unit* a, long a_row, long a_step, const 
     for (int v = 0; v < VECTORS; v++) {
       const __mmask16 mask = v == VECTORS - 1 ? last : 0xffff;
       __m512 x = sum[i][v];
-      if (finish.relu) x = _mm512_max_ps(x, _mm512_setzero_ps());
+      if (finish.relu) x = _mm512_max_ps(_mm512_setzero_ps(), x);  // in this order: what is not a number stays none
       if (finish.mask) {
         const __m512 on = _mm512_maskz_loadu_ps(mask, finish.mask + i * c_row + 16 * v);
-        x = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(on, _mm512_setzero_ps(), _CMP_GT_OQ), x);
+        x = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(on, _mm512_setzero_ps(), _CMP_NLE_UQ), x);
       }
       _mm512_mask_storeu_ps(c + i * c_row + 16 * v, mask, x);
     }
@@ -115,12 +113,13 @@ void product(long rows, long columns, long depth, const typename P::Unit* a, lon
     if (here.bias) here.bias += j;
     if (here.mask) here.mask += j;
     long i = 0;
-#define T3D_DOWN(ROWS)                                                                                                  \
-  i = wide ? down<P, ROWS, 2>(i, rows, depth, a, a_row, a_step, b + j, b_step, c + j, c_row, last, here)               \
+#define T3D_DOWN(ROWS)                                                                                   \
+  i = wide ? down<P, ROWS, 2>(i, rows, depth, a, a_row, a_step, b + j, b_step, c + j, c_row, last, here) \
            : down<P, ROWS, 1>(i, rows, depth, a, a_row, a_step, b + j, b_step, c + j, c_row, last, here);
-    T3D_DOWN(14) T3D_DOWN(8) T3D_DOWN(4) T3D_DOWN(2) T3D_DOWN(1)
+    T3D_DOWN(14)
+    T3D_DOWN(8) T3D_DOWN(4) T3D_DOWN(2) T3D_DOWN(1)
 #undef T3D_DOWN
-    j += wide ? 32 : left;
+        j += wide ? 32 : left;
   }
 }
 
@@ -146,7 +145,8 @@ void turn_block(const float* in, long in_row, float* out, long out_row) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) {
     const int from = i / 8 * 8 + i % 4;
-    y[i] = i / 4 % 2 ? _mm512_shuffle_f32x4(x[from], x[from + 4], 0xdd) : _mm512_shuffle_f32x4(x[from], x[from + 4], 0x88);
+    y[i] =
+        i / 4 % 2 ? _mm512_shuffle_f32x4(x[from], x[from + 4], 0xdd) : _mm512_shuffle_f32x4(x[from], x[from + 4], 0x88);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) {
@@ -181,9 +181,13 @@ struct Units {
 
 // Units along the rows (depth x columns), or along the columns (rows x depth).
 template <int SLOT>
-Units<Fp32> along_rows(Fp32, const float* x, long rows, long) { return {x, rows}; }
+Units<Fp32> along_rows(Fp32, const float* x, long rows, long) {
+  return {x, rows};
+}
 template <int SLOT>
-Units<Fp32> along_columns(Fp32, const float* x, long, long columns) { return {x, columns}; }
+Units<Fp32> along_columns(Fp32, const float* x, long, long columns) {
+  return {x, columns};
+}
 
 #ifdef __AVX512BF16__
 inline uint32_t rounded(float x) {  // to bfloat16, to the nearest, ties to even; in the upper half
@@ -238,8 +242,14 @@ struct Nets {
   const long seeds, count, batch, in, one, two, out;
 
   Nets(const Tensor& x, const Tensor& w1, const Tensor& w2, const Tensor& w3)
-      : twins(w1.dim() == 4), seeds(w1.size(-3)), count(twins ? w1.size(0) * seeds : seeds), batch(x.size(-2)),
-        in(w1.size(-2)), one(w1.size(-1)), two(w2.size(-1)), out(w3.size(-1)) {}
+      : twins(w1.dim() == 4),
+        seeds(w1.size(-3)),
+        count(twins ? w1.size(0) * seeds : seeds),
+        batch(x.size(-2)),
+        in(w1.size(-2)),
+        one(w1.size(-1)),
+        two(w2.size(-1)),
+        out(w3.size(-1)) {}
 
   const float* weights(const Tensor& w, long net) const {
     return w.const_data_ptr<float>() + (twins ? net / seeds * w.stride(0) : 0) + net % seeds * w.stride(-3);
@@ -259,13 +269,14 @@ void share(long nets, F work) {
   for (long task = 0; task < nets * parts; task++) work(task / parts, task % parts, parts);
 }
 
-// Where the part-th of several parts of `size` begins: at a multiple of `step`.
-long begin(long size, long part, long parts, long step) { return std::min(size, (size * part / parts + step - 1) / step * step); }
+// Where the part-th of several parts of `size` begins.
+long begin(long size, long part, long parts) { return size * part / parts; }
 
 template <class P>
-void forward(const Nets& n, const float* x, const Tensor (&w)[3], const Tensor (&b)[3], float* y, float* h1, float* h2) {
+void forward(const Nets& n, const float* x, const Tensor (&w)[3], const Tensor (&b)[3], float* y, float* h1,
+             float* h2) {
   share(n.count, [&](long net, long part, long parts) {
-    const long first = begin(n.batch, part, parts, 2), rows = begin(n.batch, part + 1, parts, 2) - first;
+    const long first = begin(n.batch, part, parts), rows = begin(n.batch, part + 1, parts) - first;
     const float *w1 = n.weights(w[0], net), *w2 = n.weights(w[1], net), *w3 = n.weights(w[2], net);
     const long own = net * n.batch + first;
     float* one = h1 ? h1 + own * n.one : place<0>(rows * n.one);
@@ -295,10 +306,10 @@ void forward(const Nets& n, const float* x, const Tensor (&w)[3], const Tensor (
 
 // d2 and d1, what the hidden layers are to change, and dx if there is room for it.
 template <class P>
-void backward(const Nets& n, const float* dy, const float* h1, const float* h2, const Tensor (&w)[3], float* d1, float* d2,
-              float* dx) {
+void backward(const Nets& n, const float* dy, const float* h1, const float* h2, const Tensor (&w)[3], float* d1,
+              float* d2, float* dx) {
   share(n.count, [&](long net, long part, long parts) {
-    const long first = begin(n.batch, part, parts, 2), rows = begin(n.batch, part + 1, parts, 2) - first;
+    const long first = begin(n.batch, part, parts), rows = begin(n.batch, part + 1, parts) - first;
     const float *w1 = n.weights(w[0], net), *w2 = n.weights(w[1], net), *w3 = n.weights(w[2], net);
     const long own = net * n.batch + first;
     float *one = d1 + own * n.one, *two = d2 + own * n.two;
@@ -333,8 +344,8 @@ void weights(const Nets& n, const float* x, const float* h1, const float* h2, co
     const float* seen = x + net % n.seeds * n.batch * n.in;
     const float *one = h1 + net * n.batch * n.one, *two = h2 + net * n.batch * n.two, *dy_ = dy + net * n.batch * n.out;
     const float *d_one = d1 + net * n.batch * n.one, *d_two = d2 + net * n.batch * n.two;
-    const long first1 = begin(n.one, part, parts, 2), last1 = begin(n.one, part + 1, parts, 2);
-    const long first2 = begin(n.two, part, parts, 2), last2 = begin(n.two, part + 1, parts, 2);
+    const long first1 = begin(n.one, part, parts), last1 = begin(n.one, part + 1, parts);
+    const long first2 = begin(n.two, part, parts), last2 = begin(n.two, part + 1, parts);
 
     auto left = along_rows<2>(P(), one, n.batch, n.one), right = along_rows<3>(P(), d_two, n.batch, n.two);
     product<P>(last1 - first1, n.two, left.depth, left.data + first1, 1, n.one, right.data, n.two,
@@ -366,8 +377,9 @@ void in_precision(bool bf16, F work) {
 const float* read(const Tensor& x) { return x.const_data_ptr<float>(); }
 float* write(const Tensor& x) { return x.numel() ? x.mutable_data_ptr<float>() : nullptr; }
 
-std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& given, const Tensor& w1, const Tensor& b1, const Tensor& w2,
-                                               const Tensor& b2, const Tensor& w3, const Tensor& b3, bool bf16, bool keep) {
+std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& given, const Tensor& w1, const Tensor& b1,
+                                               const Tensor& w2, const Tensor& b2, const Tensor& w3, const Tensor& b3,
+                                               bool bf16, bool keep) {
   const Tensor x = given.contiguous();
   const Nets n(x, w1, w2, w3);
   const Tensor y = n.empty(n.batch, n.out, true, x);
@@ -380,14 +392,15 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& given, const Tensor
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Gradients run_backward(const Tensor& given, const Tensor& dy_given, const Tensor& h1, const Tensor& h2, const Tensor& w1,
-                       const Tensor& w2, const Tensor& w3, bool bf16, bool into, bool of_weights) {
+Gradients run_backward(const Tensor& given, const Tensor& dy_given, const Tensor& h1, const Tensor& h2,
+                       const Tensor& w1, const Tensor& w2, const Tensor& w3, bool bf16, bool into, bool of_weights) {
   const Tensor x = given.contiguous(), dy = dy_given.contiguous();
   const Nets n(x, w1, w2, w3);
   const auto empty = [&](long rows, long columns, bool any) { return n.empty(rows, columns, any, x); };
   const Tensor d1 = at::empty_like(h1), d2 = at::empty_like(h2);
   const Tensor dx = empty(n.batch, n.in, into);
-  const Tensor g1 = empty(n.in, n.one, of_weights), g2 = empty(n.one, n.two, of_weights), g3 = empty(n.two, n.out, of_weights);
+  const Tensor g1 = empty(n.in, n.one, of_weights), g2 = empty(n.one, n.two, of_weights),
+               g3 = empty(n.two, n.out, of_weights);
   const Tensor c1 = empty(1, n.one, of_weights), c2 = empty(1, n.two, of_weights), c3 = empty(1, n.out, of_weights);
   in_precision(bf16, [&](auto precision) {
     using P = decltype(precision);

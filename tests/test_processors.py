@@ -54,6 +54,12 @@ def test_threads_change_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+def test_what_is_not_a_number_stays_none():
+    weights, x = by_hand.parameters((1,), (5, 16, 16, 2)), torch.randn(1, 4, 5)
+    x[0, 1, 2] = torch.nan
+    assert processors.mlp("fp32")(weights, x).isnan().any(-1).tolist() == [[False, True, False, False]]
+
+
 def test_normalised_layers_are_left_to_the_function_itself():
     weights = by_hand.parameters((2, 2), (5, 8, 8, 1))
     weights |= {"gain1": torch.ones(2, 2, 1, 8), "shift1": torch.zeros(2, 2, 1, 8)}
