@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from t3d.replay import Flags, Frames, Replay, Ring, Rows, put
+from t3d.replay import Flags, Frames, Replay, Ring, Rows, Which, put
 from t3d.sight import Sight
 
 LARGEST = 2**24  # frames of a seed: their places are kept in float32, exactly
@@ -63,9 +63,9 @@ class Pictures(Replay):
         return self._rows(self.recent, obs)
 
     def look(
-        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, begun: Flags
+        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, which: Which
     ) -> tuple[NDArray[Any], NDArray[Any], Frames]:
-        before = self.refer(obs)
+        before, begun = self.refer(obs), which()
         after = self.recent.copy()
         numbers = self._numbered(np.concatenate([valid, begun], 1))
         moved, first = np.split(numbers, 2, 1)

@@ -11,6 +11,7 @@ Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1 or a few more, 
 stored, and how many of them are there now.
 """
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -21,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Flags = NDArray[np.bool_]
+Which = Callable[[], Flags]
 
 
 @dataclass
@@ -94,11 +96,14 @@ class Replay:
 
     def _desk(self, count: int, frames: int) -> tuple[dict[str, NDArray[Any]], dict[str, Tensor]]:
         """Arrays to lay so many rows out in, and the same as tensors; kept, because every step needs as many."""
-        size = len(self.rows), count, frames
+        size = self.rows.data_ptr(), len(self.rows), count, frames
         if self._kept is None or self._kept[0] != size:
             shapes = self.incoming(count, frames)
             into: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
-            self._kept = size, into, {name: torch.from_numpy(part) for name, part in into.items()}
+            new = {name: torch.from_numpy(part) for name, part in into.items()}
+            if self.length.device.type == "cpu":  # counted where it is kept
+                into["length"], new["length"] = self.length.numpy(), self.length
+            self._kept = size, into, new
         return self._kept[1], self._kept[2]
 
     def incoming(self, count: int, frames: int) -> dict[str, tuple[tuple[int, ...], type]]:
@@ -140,7 +145,8 @@ class Replay:
         """What was laid out, on the device, into its places."""
         put(self.rows, new["where"], new["rows"])
         self.note(new["rows"], new["where"])
-        self.length.copy_(new["length"])
+        if new["length"] is not self.length:
+            self.length.copy_(new["length"])
 
     def note(self, new: Tensor, where: Tensor) -> None:
         """Count the observations of rows that are stored."""
@@ -156,11 +162,11 @@ class Replay:
         """[step 1] First observations (S, N, …) of episodes that have `begun` without a step before them."""
 
     def look(
-        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, begun: Flags
+        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, which: Which
     ) -> tuple[NDArray[Any], NDArray[Any], "Frames | None"]:
         """One step of every environment, (S, N, …), as rows have it: `obs`, `final_obs`, and frames to store with them.
 
-        Where an episode has `begun`, `next_obs` is its first observation.
+        `which` tells, if it is asked, where an episode has begun: there `next_obs` is its first observation.
         """
         return obs, final_obs, None
 
@@ -252,7 +258,11 @@ class Ring(NamedTuple):
 def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
     """Rows (S, N, …) into their places (S, N), counted over all seeds."""
     if storage.device.type == "cpu":  # NumPy does small things in less time than PyTorch
-        storage.flatten(0, 1).numpy()[where.numpy()] = new.numpy()
+        places = storage.numpy().reshape(-1, *storage.shape[2:])
+        if where.numel() == 1:  # and a single one in less still
+            places[int(where)] = new.numpy()[0, 0]
+        else:
+            places[where.numpy()] = new.numpy()
     else:
         storage.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
 

@@ -139,9 +139,11 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
 
     # Terminated alone ends the value; a truncated episode goes on behind its last observation.
-    before, after, frames = state.memory.look(state.obs, final_obs, obs, valid, moved.begun(active).reshape(shape))
+    before, after, frames = state.memory.look(
+        state.obs, final_obs, obs, valid, lambda: moved.begun(active).reshape(shape)
+    )
     transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
-    verbs.store(transitions._replace(frames=frames))
+    verbs.store(transitions if frames is None else transitions._replace(frames=frames))
 
     state.unnoted.append((action, action.tobytes() + obs.tobytes() + reward.tobytes()))
     if state.goals is not None:
