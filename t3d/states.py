@@ -52,9 +52,7 @@ class State:
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
-    unnoted: list[
-        tuple[NDArray[np.float32], bytes]
-    ]  # actions, and all of it, of steps not in there yet, nor in `played`
+    unnoted: list[tuple[NDArray[np.float32], bytes]]  # steps that are not in there yet: their actions, and all of it
     goals: Goals | None = None  # what relabels them
     network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
     step: int = 0  # environment steps of each seed

@@ -3,10 +3,11 @@
 import hashlib
 import inspect
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,9 +231,19 @@ def precision_of_acting(config: Config) -> str:
     return "fp32" if config.precision == "bf16" else config.precision
 
 
+def kind_of_processor() -> str:
+    """A name for what this machine's processor can do."""
+    able = platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        able += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(able.encode()).hexdigest()[:8]
+
+
 def keep_translations() -> None:
-    """In the user's own cache, where they outlive a restart and nobody else can write them."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled"
+    """In the user's own cache, where they outlive a restart and nobody else can write them; a folder for each kind of
+    processor, because what is compiled for one may be too much for another that shares the user's home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled" / kind_of_processor()
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:
