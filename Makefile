@@ -1,5 +1,5 @@
 # make run    trains an agent on Pendulum-v1, from start to picture (about two minutes)
-# make test   lint, types, every test, and twenty wrong TD3s that the tests must catch (about seven minutes)
+# make test   lint, types, every test, and twenty wrong TD3s that the tests must catch (about ten minutes)
 # Both install what they need into .venv first, from nothing but Python 3.11 or newer.
 
 PYTHON ?= python3
