@@ -66,8 +66,7 @@ class Compiled:
                 return play, critics, compiled(lambda to: rest(to, delayed=True), students, {})
 
         self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
-        ways = perceptrons(whole.memory, config)
-        (self._explore,), self._critics, self._everything = first_that_works(translate, ways)
+        (self._explore,), self._critics, self._everything = first_that_works(translate, perceptrons(config))
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         if not self._here:
@@ -187,22 +186,18 @@ def used_inputs(graph: Any) -> list[int]:
 Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
 
 
-def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
-    """How to compute the networks in a precision, best first: by hand where something is written for such networks."""
-    own = networks.current()
-    plain: dict[str, Callable[[str], Perceptron]] = {"plain layers": lambda _: own.apply}
-    if own is not networks.PERCEPTRON:
-        return plain
-    if config.device == "cpu":
-        from t3d import processors
+def perceptrons(config: Config) -> dict[str, Callable[[str], Perceptron]]:
+    """How to compute the networks in a precision, best first: in C++ where that is for such networks and machines."""
+    from t3d import processors
 
-        return {"layers in C++": processors.mlp, **plain} if processors.fits(config.hidden) else plain
-    try:
-        from t3d import kernels
-    except ImportError:
-        return plain
-    fit = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
-    return {"hand-written kernels": kernels.mlp, **plain} if fit else plain
+    fit = config.device == "cpu" and processors.fits(config.hidden)
+    return best_first({"layers in C++": processors.mlp} if fit else {})
+
+
+def best_first(by_hand: dict[str, Callable[[str], Perceptron]]) -> dict[str, Callable[[str], Perceptron]]:
+    """What is written by hand for perceptrons, if these are perceptrons; then the networks as they stand."""
+    own = networks.current()
+    return {**(by_hand if own is networks.PERCEPTRON else {}), "plain layers": lambda _: own.apply}
 
 
 def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:

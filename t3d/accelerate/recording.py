@@ -13,16 +13,16 @@ from t3d import agent as agents
 from t3d.accelerate.compiling import (
     Perceptron,
     Player,
+    best_first,
     compiled,
     computed_by,
     first_that_works,
     keep_translations,
-    perceptrons,
     precision_of_acting,
 )
 from t3d.accelerate.verbs import Floats, Learner, update
 from t3d.config import Config
-from t3d.replay import Rows
+from t3d.replay import Replay, Rows
 
 
 class Recorded:
@@ -177,3 +177,13 @@ def _undone(to: Learner) -> Iterator[None]:
     finally:
         for name, tensor in tensors.items():
             tensor.copy_(before[name])
+
+
+def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
+    """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
+    try:
+        from t3d import kernels
+    except ImportError:
+        return best_first({})
+    fit = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
+    return best_first({"hand-written kernels": kernels.mlp} if fit else {})
