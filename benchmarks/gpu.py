@@ -186,7 +186,8 @@ def first_update(cache):
     command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32", "--eval-episodes", "1"]
     with tempfile.TemporaryDirectory() as out:
         metrics, begin = Path(out) / "run" / "metrics.jsonl", time.monotonic()
-        own = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # of this process: the run is to make its own
+        # This process's own caches: the run is to make its own. And bytecode is kept, as where packages were installed.
+        own = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
         environment = {name: value for name, value in os.environ.items() if name not in own}
         environment["XDG_CACHE_HOME"] = cache
         run = subprocess.Popen([*command, "--out", f"{out}/run"], env=environment, stdout=subprocess.DEVNULL)

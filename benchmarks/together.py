@@ -2,10 +2,10 @@
 
     python benchmarks/together.py paper                      the seven tasks of the paper's table
     python benchmarks/together.py ablation --only Hopper Walker2d
-    python benchmarks/together.py ablation --only Hopper --cores 0-9 -- --steps 100000
+    python benchmarks/together.py ablation --only Hopper --cores 0-9 --each 2 -- --steps 100000
 
-A task waits until as many cores are free as it is worth. What stands behind `--` goes to every `t3d bench returns`.
-What was stopped goes on when it is started again. Each task's output is in runs/bench/NAME.log.
+A task waits until as many cores are free as it is worth, or as --each says. What stands behind `--` goes to every
+`t3d bench returns`. What was stopped goes on when it is started again. Each task's output is in runs/bench/NAME.log.
 """
 
 import argparse
@@ -45,6 +45,7 @@ def main():
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--cores", help="as in 0-9; all of them if not given")
+    parser.add_argument("--each", type=int, help="cores for every task")
     ours, options = sys.argv[1:], []
     if "--" in ours:
         ours, options = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
@@ -67,7 +68,7 @@ def main():
                 how = "FAILED" if process.returncode else "done"
                 print(f"{time.monotonic() - began:6.0f} s  {task.name} {how}", flush=True)
         for task in list(waiting):
-            need = min(CORES.get(task.env.rsplit("-", 1)[0], 1), most)
+            need = min(arguments.each or CORES.get(task.env.rsplit("-", 1)[0], 1), most)
             if len(free) >= need:
                 cores = set(sorted(free)[:need])
                 free -= cores

@@ -303,18 +303,28 @@ MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many w
 
 
 def _tile(nets: int, sizes: Sequence[int], precision: str, back: bool) -> dict[str, int]:
-    """Rows and columns for each program, as measured: few networks are split into many parts, many into few."""
+    """Rows and columns for each program, as measured: few networks are split into many parts, many into few.
+
+    `python benchmarks/tiles.py` measures.
+    """
+    most = 3  # loads under way at once
     if sizes[0] > 128:
         rows, columns, deep = 16, 64, 32  # the first layer takes the room
     elif nets <= 8:
         rows, columns, deep = 16, 32 if nets == 1 else 64, 64
     elif precision == "bf16":
         rows, columns, deep = (64, 64, 32) if nets <= 64 else (128, 128, 32 if back else 64)
+    elif precision != "tf32":
+        rows, columns, deep = 32, 64, 32
+    elif not back:
+        rows, columns, deep, most = 32, 128, 64, 2
+    elif nets > 16 and sizes[0] <= 64:
+        rows, columns, deep, most = 64, 256, 32, 2
     else:
-        rows, columns, deep = (64 if back else 32, 128, 32) if precision == "tf32" else (32, 64, 32)
+        rows, columns, deep = 64, 128, 32
     width = _padded(max(sizes[1:3]))
     columns = max(min(columns, width), width // MOST_PARTS)
-    stages = 3 if sizes[0] <= 64 else 2 if sizes[0] <= 128 else 1
+    stages = min(most, 3 if sizes[0] <= 64 else 2 if sizes[0] <= 128 else 1)
     return {"BM": rows, "BN": columns, "BK": min(deep, width), "num_warps": 4, "num_stages": stages}
 
 
@@ -325,8 +335,8 @@ def _weights_tile(nets: int, precision: str) -> dict[str, int]:
     if precision != "bf16":
         wide = 128 if precision == "tf32" else 64
         return {"BP": 32, "BQ": wide, "BB": 64, "BS": 64, "num_warps": 4, "num_stages": 3}
-    wide, deep, stages = (64, 128, 2) if nets <= 64 else (128, 64, 3)
-    return {"BP": 64, "BQ": wide, "BB": deep, "BS": wide, "num_warps": 4, "num_stages": stages}
+    wide, deep, stages = (64, 128, 2) if nets <= 64 else (256, 32, 3)
+    return {"BP": 64, "BQ": wide, "BB": deep, "BS": 64, "num_warps": 4, "num_stages": stages}
 
 
 def _even(x: Tensor) -> Tensor:

@@ -119,13 +119,16 @@ class Replay:
     def lay_out(self, into: dict[str, NDArray[Any]], rows: "Rows") -> None:
         """Put N rows a seed together and count them: the rows themselves, and where they go."""
         into_row(into["rows"], rows, self.obs_dim)
-        valid = rows.valid
-        # (S, N): 1 for the first valid row, 2 for the second, …
-        order = valid.astype(np.int64) if valid.shape[1] == 1 else valid.cumsum(1)
-        where = (self.stored[:, None] + order - 1) % self.capacity
-        where[~valid] = self.capacity
-        self.stored += order[:, -1]
-        np.add(where, self.first, out=into["where"])  # counted over all seeds
+        valid, where = rows.valid, into["where"]
+        if valid.shape[1] == 1 and np.count_nonzero(valid) == valid.size:  # the usual case, in fewer operations
+            where[:] = self.stored[:, None] % self.capacity
+            self.stored += 1
+        else:
+            order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
+            where[:] = (self.stored[:, None] + order - 1) % self.capacity
+            where[~valid] = self.capacity
+            self.stored += order[:, -1]
+        where += self.first  # counted over all seeds
         self.with_frames(into, rows)
         self.tell(into)
 
