@@ -36,6 +36,7 @@ from t3d.steps import init_agent
 
 ENV, OBS, ACTION = "HalfCheetah-v5", 17, 6
 SEEDS = (1, 2, 4, 10, 32, 128)
+WARM_UP = 15  # seconds: that long PyTorch's compile workers, one for each core, take to start beside the loop
 GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 PATH = RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', GPU.lower())}.json"
 
@@ -160,7 +161,9 @@ def steps_per_second(seeds, steps=5_000, rounds=5):
                 training.turn(state, config, verbs)
             torch.cuda.synchronize()
 
-        take(2_000)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARM_UP:
+            take(1_000)
         rates = []
         for _ in range(rounds):
             start = time.perf_counter()

@@ -122,6 +122,7 @@ def test_storing_is_the_same_in_every_mode(mode, device):
     assert torch.equal(memory.rows[:, :7].cpu(), simple.rows[:, :7])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records by itself")
 def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monkeypatch):
     """The same order of things, without the kernels for GPUs."""
     monkeypatch.setattr(
