@@ -174,9 +174,9 @@ class Source:
         return batch if sight is None else Stacked(batch, sight)
 
     def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
         if self._pooled:
-            return self._pool(count, episode_seed, workers, min(count, cores))
+            return self._pool(count, episode_seed, workers, threads)
         first = self.one()
         try:
             observable(first.observation_space, self.name)
@@ -205,8 +205,7 @@ class Source:
         elif path == "mujoco.batch":
             from t3d.envs.mujoco import MujocoBatch  # here, because mujoco is an extra
 
-            # More threads than there are simulations: those that wake up late are not waited for.
-            return MujocoBatch(self.name, first, count, episode_seed, min(2 * count, cores))
+            return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
             slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
