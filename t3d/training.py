@@ -152,12 +152,13 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
         state.history = _noted(state.history, state.episode_length, whole[:, :, None])
     state.obs = obs
     state.episode_return += reward
-    state.episode_length += valid
+    every = np.count_nonzero(valid) == valid.size
+    state.episode_length += 1 if every else valid
     state.step += min(left, shape[1])
     if config.update_after == "step":
         state.earned[:] = max(0, state.step - config.random_steps)
     ended = terminated | truncated
-    if len(state.unnoted) == UNNOTED or np.count_nonzero(valid) < valid.size:
+    if len(state.unnoted) == UNNOTED or not every:
         note(state, valid)
     return episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
 
