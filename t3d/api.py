@@ -20,7 +20,7 @@ from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
 from t3d.errors import T3DError, nearest
 from t3d.evaluation import Evaluator
-from t3d.limits import short_of_disk
+from t3d.limits import short_of_cores, short_of_disk
 from t3d.modules import Network, as_network, own_network
 from t3d.policy import Policy, read_policy
 from t3d.runs.checkpoints import Checkpoints
@@ -96,7 +96,7 @@ def start(
         raise T3DError("--critic-norm is for the networks of the package; a network of your own can have its own.")
     if network is not None and config.precision == "bf16":
         raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
-    display = Display(config.steps, seeds, quiet=not progress)
+    display = Display(config.steps, seeds, config.random_steps, quiet=not progress)
     source = source.seen(config.pixels, config.frame_stack)
     with hardware(config.threads, config.precision):
         state = states.begin(source, seeds, config, network)
@@ -147,7 +147,7 @@ def resume(
         own = own_network(run.config.get("network"), network, f"{run.path}")
         source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
         source = source.seen(config.pixels, config.frame_stack)
-        display = Display(config.steps, run.seeds, quiet=not progress)
+        display = Display(config.steps, run.seeds, config.random_steps, quiet=not progress)
         with hardware(config.threads, config.precision):
             state = states.begin(source, run.seeds, config, own)
             with (
@@ -213,6 +213,9 @@ def go_on(
     checkpoints: Checkpoints,
 ) -> None:
     """Train to the end, or until a signal says to stop."""
+    if warning := short_of_cores(config.threads):
+        display.say(warning)
+    display.begin_at(state.step, [row for row in run.evaluations if row["step"] <= state.evaluated])
     with stopping() as stop:
         try:
             with display:

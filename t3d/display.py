@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -30,8 +31,15 @@ def open_console(quiet: bool = False) -> Console:
 class Display:
     """Shows progress; it reads what it is given and changes nothing."""
 
-    def __init__(self, steps: int, seeds: Sequence[int], quiet: bool = False, console: Console | None = None) -> None:
-        self.steps, self.seeds = steps, list(seeds)
+    def __init__(
+        self,
+        steps: int,
+        seeds: Sequence[int],
+        random_steps: int = 0,
+        quiet: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.steps, self.seeds, self.random_steps = steps, list(seeds), random_steps
         self.console = console or open_console(quiet)
         self._step = self._marked_step = 0
         self._started = self._marked = time.perf_counter()
@@ -54,6 +62,16 @@ class Display:
         if self._live:
             self._live.stop()
 
+    def begin_at(self, step: int, evaluations: list[dict[str, Any]]) -> None:
+        """A run that is taken up again: the step it is at, and the rows of its evaluations so far."""
+        self._step = self._marked_step = step
+        for row in evaluations:
+            self._best[row["seed"]] = max(row["mean"], self._best.get(row["seed"], -float("inf")))
+        last = evaluations[-len(self.seeds) :]
+        if last:
+            returns, lengths = (np.array([row[name] for row in last]) for name in ("returns", "lengths"))
+            self._evaluation = (last[0]["step"], Evaluation(returns, lengths))
+
     def say(self, text: str) -> None:
         """A line that stays."""
         self.console.print(text, markup=False)
@@ -66,7 +84,9 @@ class Display:
         before, self._step = self._step, step
         if step // 64 > before // 64:
             now = time.perf_counter()
-            if now - self._marked > 2:
+            if before < self.random_steps <= step:  # what follows is slower: the pace so far tells nothing of it
+                self._rate, self._marked, self._marked_step = 0.0, now, step
+            elif now - self._marked > 2:
                 rate = (step - self._marked_step) / (now - self._marked)
                 self._rate = rate if self._rate == 0 else 0.7 * self._rate + 0.3 * rate
                 self._marked, self._marked_step = now, step
@@ -104,7 +124,8 @@ class Display:
         if not self._rate:
             return ""
         left = (self.steps - self._step) / self._rate
-        return f"{self._rate:,.0f} steps/s" + (f"   {_clock(left)} left" if left >= 1 else "")
+        told = left >= 1 and self._step >= self.random_steps
+        return f"{self._rate:,.0f} steps/s" + (f"   {_clock(left)} left" if told else "")
 
     def _table(self) -> RenderableType:
         bar = ProgressBar(total=self.steps, completed=self._step, width=30)

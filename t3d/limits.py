@@ -1,6 +1,8 @@
-"""How much memory and disk there is, before a run begins that needs more."""
+"""How much memory and disk there is, and how many cores are free, before a run begins that needs more."""
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -64,3 +66,34 @@ def short_of_disk(folder: Path, needed: int) -> str | None:
         f"Checkpoints of this run will need up to {needed / 2**30:,.2f} GiB, and the disk of {folder} has"
         f" {free / 2**30:,.2f} GiB left: when it is full the run stops, with its last checkpoint whole."
     )
+
+
+def short_of_cores(threads: int) -> str | None:
+    """A sentence where other work would hold up threads that wait for each other: all wait for the slowest, often."""
+    busy = busy_cores() if threads > 1 else None
+    if busy is None or busy + threads < (cores := len(os.sched_getaffinity(0))) + 0.5:
+        return None
+    return (
+        f"{busy:.1f} of {cores} cores are busy with other work: {threads} threads that wait for each other can be many"
+        f" times slower beside it than --threads {max(1, round(cores - busy))}."
+    )
+
+
+def busy_cores(seconds: float = 0.2) -> float | None:
+    """How many of the cores that this process may use are at work for others; None where the system does not say."""
+    first, began, own = _idle(), time.monotonic(), time.process_time()
+    time.sleep(seconds)
+    last, ended, own = _idle(), time.monotonic(), time.process_time() - own
+    if first is None or last is None:
+        return None
+    return max(0.0, len(os.sched_getaffinity(0)) - (last - first + own) / (ended - began))
+
+
+def _idle() -> float | None:
+    """Seconds that the cores of this process have had nothing to do, added up."""
+    try:
+        counts = {name: times for name, *times in map(str.split, files.read_text(Path("/proc/stat")).splitlines())}
+        ours = [counts[f"cpu{core}"] for core in os.sched_getaffinity(0)]
+    except (T3DError, KeyError, AttributeError):
+        return None
+    return sum(float(times[3]) + float(times[4]) for times in ours) / os.sysconf("SC_CLK_TCK")

@@ -3,6 +3,7 @@
 import io
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from t3d.display import Display, _clock
@@ -40,6 +41,34 @@ def test_a_live_table():
     text = shown(terminal=True)
     for part in ("return at 500", "15.0 ± 5.0", "2.0 ± 1.0", "7.12", "mean", "8.5", "step 500 of 2,000"):
         assert part in text, part
+
+
+def test_a_run_that_is_taken_up_shows_what_was_before_and_its_own_pace():
+    rows = [
+        {"step": step, "seed": 4, "returns": [best], "lengths": [5], "mean": best}
+        for step, best in ((0, 9.0), (500, 3.0))
+    ]
+    text, clock = io.StringIO(), [100.0]
+    console = Console(file=text, force_terminal=False, width=160, highlight=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("t3d.display.time.perf_counter", lambda: clock[0])
+        display = Display(2000, [4], console=console)
+        display.begin_at(600, rows)
+        assert display._evaluation[0] == 500 and display._best == {4: 9.0}
+        clock[0] += 5
+        display.advance(700)
+    assert display._pace() == "20 steps/s   1m 05s left"
+
+
+def test_the_time_left_is_told_when_it_is_known():
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("t3d.display.time.perf_counter", lambda: clock[0])
+        display = Display(10_000, [4], random_steps=1_000, quiet=True)
+        for seconds, step, told in ((3, 900, "300 steps/s"), (4, 1_024, ""), (8, 1_144, "30 steps/s   4m 55s left")):
+            clock[0] = float(seconds)
+            display.advance(step)
+            assert display._pace() == told
 
 
 def test_clock():

@@ -179,6 +179,12 @@ def test_stacks_of_pictures_and_strange_makers_are_refused():
         batch(lambda: 1 / 0)
 
 
+def test_an_id_without_its_version_is_the_newest():
+    assert open_source("Pendulum").name == "Pendulum-v1"
+    with pytest.raises(T3DError, match="Did you mean Pendulum-v1"):
+        open_source("Pendulun").one()
+
+
 def test_a_module_that_only_a_file_names_is_not_imported():
     with pytest.raises(T3DError, match="--allow-module antigravity"):
         open_source("antigravity:Env-v0", allowed_modules=())

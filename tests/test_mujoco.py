@@ -42,6 +42,7 @@ def test_training_says_nothing_it_should_not(num_envs, tmp_path):
 def test_which_path_a_task_takes():
     assert open_source("HalfCheetah-v5").path()[0] == "mujoco.batch"
     assert open_source("Ant-v5").path()[0] == "mujoco.batch"
+    assert open_source("Hopper").name == "Hopper-v5" and open_source("Hopper").path()[0] == "mujoco.batch"
     assert open_source("Pendulum-v1").path()[0] == "gymnasium"
     assert open_source("HalfCheetah-v5", {"forward_reward_weight": 2}).path()[0] == "gymnasium"
     assert open_source(lambda: gymnasium.make("HalfCheetah-v5")).path()[0] == "gymnasium"

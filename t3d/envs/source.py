@@ -236,6 +236,15 @@ def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | Non
     return Source(eval_env, vector=vector)
 
 
+def _newest(env: str) -> str:
+    """An id without its version is that of the newest one, by its whole name."""
+    if env in gymnasium.registry or ":" in env or "/" in env:
+        return env
+    versions = [spec.version for spec in gymnasium.registry.values() if spec.name == env and not spec.namespace]
+    known = [version for version in versions if version is not None]
+    return f"{env}-v{max(known)}" if known else env
+
+
 def open_source(
     env: "str | Maker | VectorEnv[Any, Any, Any]",
     args: dict[str, Any] | None = None,
@@ -254,6 +263,7 @@ def open_source(
                 f"{env} would import the module {module}, which only a file asks for;"
                 f" if you trust it, add --allow-module {module}."
             )
+        env = _newest(env)
     elif not callable(env):
         raise T3DError(f"an environment is an id or something that makes one when called, not {env!r}.")
     return Source(env, dict(args or {}))
