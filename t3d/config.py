@@ -110,7 +110,7 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
 }
 
 # Below this many updates a run is over before a compiler has paid for itself. A CPU gains something for each seed.
-_UPDATES_WORTH_COMPILING = {"cpu": 25_000, "cuda": 5_000}
+_UPDATES_WORTH_COMPILING = {"cpu": 12_000, "cuda": 5_000}
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {

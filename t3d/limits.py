@@ -94,6 +94,6 @@ def _idle() -> float | None:
     try:
         counts = {name: times for name, *times in map(str.split, files.read_text(Path("/proc/stat")).splitlines())}
         ours = [counts[f"cpu{core}"] for core in os.sched_getaffinity(0)]
-    except (T3DError, KeyError, AttributeError):
+    except (T3DError, KeyError, ValueError, AttributeError):
         return None
     return sum(float(times[3]) + float(times[4]) for times in ours) / os.sysconf("SC_CLK_TCK")

@@ -273,4 +273,4 @@ def test_what_is_worth_compiling_goes_by_the_updates_of_all_seeds():
     def mode(steps, seeds):
         return settle(Config(steps=steps, device="cpu"), "td3", "Pendulum-v1", seeds).accelerate
 
-    assert mode(10_000, 1) == mode(10_000, 2) == "eager" and mode(10_000, 3) == mode(26_000, 1) == "compile"
+    assert mode(10_000, 1) == "eager" and mode(10_000, 2) == mode(14_000, 1) == "compile"
