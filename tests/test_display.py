@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import t3d
 from t3d.display import Display, _clock
 from t3d.evaluation import Evaluation
 
@@ -58,6 +59,24 @@ def test_a_run_that_is_taken_up_shows_what_was_before_and_its_own_pace():
         clock[0] += 5
         display.advance(700)
     assert display._pace() == "20 steps/s   1m 05s left"
+
+
+def test_resume_tells_it_where_it_is(tmp_path, monkeypatch):
+    knobs = {
+        "hidden": (8, 8),
+        "batch_size": 8,
+        "eval_episodes": 1,
+        "eval_every": 100,
+        "device": "cpu",
+        "progress": False,
+    }
+    run = t3d.train("Pendulum-v1", 150, out=tmp_path / "run", **knobs)
+    told = []
+    monkeypatch.setattr(
+        Display, "begin_at", lambda self, step, rows: told.append((step, [row["step"] for row in rows]))
+    )
+    t3d.resume(run, steps=200, progress=False)
+    assert told == [(150, [0, 100, 150])]
 
 
 def test_the_time_left_is_told_when_it_is_known():
