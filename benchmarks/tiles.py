@@ -11,12 +11,13 @@ import multiprocessing
 import sys
 
 import torch
+from gpu import ACTION, OBS, milliseconds
 from machine import CORES
 
 from t3d import kernels
 from t3d.accelerate.compiling import keep_translations
 
-OBS, ACTION, WIDTH, BATCH = 17, 6, 256, 256
+WIDTH, BATCH = 256, 256
 SHOWN = 4
 # The kernel, whether it is of the critics or of the actor, and whether hidden layers are kept for the way back.
 ROLES = {
@@ -96,15 +97,7 @@ def microseconds(call, times=20, rounds=3):
         for _ in range(times):
             call()
     graph.replay()
-    spent = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        spent.append(start.elapsed_time(end) / times * 1e3)
-    return min(spent)
+    return min(milliseconds(graph.replay) for _ in range(rounds)) / times * 1e3
 
 
 def main():

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import t3d
 from t3d import limits
 
 
@@ -27,3 +28,10 @@ def test_threads_that_would_wait_for_each_other(busy, threads, said, monkeypatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
     sentence = limits.short_of_cores(threads)
     assert sentence is None if said is None else said in sentence and "1.1 of 2 cores" in sentence
+
+
+def test_a_run_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("t3d.api.short_of_cores", lambda threads: f"{threads} threads on busy cores.")
+    knobs = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "threads": 2}
+    t3d.train("Pendulum-v1", 30, out=tmp_path / "run", **knobs)
+    assert "2 threads on busy cores." in capsys.readouterr().out
