@@ -23,6 +23,7 @@ from torch import Tensor
 
 Flags = NDArray[np.bool_]
 Which = Callable[[], Flags]
+ONE = np.array(1)
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Replay:
         numbers: int | None = None,
     ) -> None:
         self.capacity, self.reward_scale = capacity, reward_scale
+        self._capacity = np.array(capacity)  # beside arrays a number of Python's is made into one at every use
         # What is normalised of an observation stands at its end.
         numbers = obs_dim if numbers is None else numbers
         self.statistics = Statistics.of(seeds, numbers, device) if normalize and numbers else None
@@ -121,8 +123,8 @@ class Replay:
         into_row(into["rows"], rows, self.obs_dim)
         valid, where = rows.valid, into["where"]
         if valid.shape[1] == 1 and np.count_nonzero(valid) == valid.size:  # the usual case, in fewer operations
-            where[:] = self.stored[:, None] % self.capacity
-            self.stored += 1
+            np.remainder(self.stored[:, None], self._capacity, out=where)
+            self.stored += ONE
         else:
             order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
             where[:] = (self.stored[:, None] + order - 1) % self.capacity
@@ -142,7 +144,7 @@ class Replay:
 
     def tell(self, into: dict[str, NDArray[Any]]) -> None:
         """How many rows there are now."""
-        np.minimum(self.stored, self.capacity, out=into["length"])
+        np.minimum(self.stored, self._capacity, out=into["length"])
 
     def write(self, new: dict[str, Tensor]) -> None:
         """What was laid out, on the device, into its places."""

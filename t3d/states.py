@@ -27,6 +27,7 @@ from t3d.pictures import LARGEST, Pictures
 from t3d.replay import Replay, out_of_row, row_width
 from t3d.rng import Purpose
 from t3d.steps import Agent, init_agent
+from t3d.tape import Tape
 from t3d.vision import seeing
 
 METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the actor moves
@@ -42,8 +43,8 @@ class State:
     steps_under_way: NStep
     envs: EnvBatch
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
-    played: NDArray[np.float32]  # (S, N, T, A) the actions of the episodes under way, to find the way back to here
-    history: NDArray[np.float32]  # (S, N, T, W) their rows, if they are to be relabelled when they end
+    played: Tape  # the actions of the episodes under way, to find the way back to here
+    history: Tape  # their rows, if they are to be relabelled when they end
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
     earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
@@ -52,8 +53,8 @@ class State:
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
-    unnoted: list[tuple[NDArray[np.float32], bytes]]  # steps that are not in there yet: their actions, and all of it
-    goals: Goals | None = None  # what relabels them
+    unnoted: tuple[NDArray[Any], ...] | None = None  # the step that is not in there yet: what it was, and what came
+    goals: Goals | None = None  # what relabels the rows
     network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
@@ -103,8 +104,8 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
         envs=envs,
         obs=obs,
-        played=np.zeros((count, per_seed, 0, envs.actions.dim), np.float32),
-        history=np.zeros((count, per_seed, 0, memory.rows.shape[-1] if goals else 0), np.float32),
+        played=Tape(0, count, per_seed, envs.actions.dim),
+        history=Tape(0, count, per_seed, memory.rows.shape[-1]),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
         earned=np.zeros(count, np.int64),
@@ -113,7 +114,6 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
         sums={name: torch.zeros(count, device=device) for name in METRICS},
         updates_logged=np.zeros(count, np.int64),
         fingerprint=np.zeros(32, np.uint8),
-        unnoted=[],
         goals=goals,
         network=network,
     )
@@ -155,8 +155,9 @@ def saved(state: State) -> dict[str, Tensor]:
     parts["steps_under_way"] = {
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
-    parts["played"], parts["history"] = (x[:, :, : state.episode_length.max()] for x in (state.played, state.history))
-    assert not state.unnoted, "steps are to be written down before they are saved"
+    longest = int(state.episode_length.max())
+    parts["played"], parts["history"] = state.played.last(longest), state.history.last(longest if state.goals else 0)
+    assert state.unnoted is None, "steps are to be written down before they are saved"
     del parts["goals"], parts["network"], parts["unnoted"]
     return agents.tensors(parts)
 
@@ -168,8 +169,8 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     where they had been: their episodes are cut there.
     """
     # As long as it was when it was saved, not as it is now.
-    state.played, state.history = (np.zeros(given[name].shape, np.float32) for name in ("played", "history"))
-    state.episode_length[:] = given["played"].shape[2]
+    state.played, state.history = (Tape(*given[name].shape) for name in ("played", "history"))
+    state.episode_length[:] = len(given["played"])
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")
@@ -177,7 +178,7 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     state.memory.restored(state.steps_under_way.obs)
     state.step, state.logged, state.evaluated = (int(given[name]) for name in ("step", "logged", "evaluated"))
     episodes = given["envs.episodes"].tolist()
-    actions = [state.played[k, i, : state.episode_length[k, i]] for k, i in np.ndindex(state.episode_length.shape)]
+    actions = [state.played.last(int(n))[:, k, i] for (k, i), n in np.ndenumerate(state.episode_length)]
     expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
     missed = ~played_again(state.envs, episodes, actions, expected, returns)
     if missed.any() or (state.envs.together and len({len(part) for part in actions}) > 1):
@@ -226,7 +227,7 @@ def relabel(state: State, k: int, i: int) -> None:
     if state.goals is None or not length:
         return
     counter = state.step * state.episode_length.shape[1] + i
-    rows = state.goals.relabelled(state.history[k, i, :length], state.seeds[k], counter)
+    rows = state.goals.relabelled(state.history.last(length)[:, k, i], state.seeds[k], counter)
     if len(rows) > state.memory.capacity:
         raise T3DError(
             f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --relabel"
@@ -246,8 +247,14 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     for k, i in np.argwhere(missed):
         relabel(state, k, i)
     state.obs = obs
-    for of_episode in (state.episode_return, state.episode_length, state.played, state.history):
-        of_episode[missed] = 0
+    begin_anew(state, missed)
+
+
+def begin_anew(state: State, ended: NDArray[np.bool_]) -> None:
+    """A fresh page for the episodes that follow those that `ended` (S, N)."""
+    state.episode_return[ended] = state.episode_length[ended] = 0
+    state.played.forget(ended)
+    state.history.forget(ended)
 
 
 def peak_memory(state: State) -> int:

@@ -27,10 +27,8 @@ from t3d.policy import Card, Policy
 from t3d.replay import Flags, into_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
-from t3d.states import METRICS, State, relabel, saved
+from t3d.states import METRICS, State, begin_anew, relabel, saved
 from t3d.steps import is_delayed
-
-UNNOTED = 64  # steps that are written down together
 
 
 def run(
@@ -116,6 +114,7 @@ def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
     action = act(state, config, verbs)
     if config.overlap == "on":
         learn_owed(state, config, verbs)  # asked for now, done while the environments move
+    note(state)  # the step before this one, while a GPU is busy with the actions
     return collect(state, action(), config, verbs)
 
 
@@ -145,21 +144,18 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
     verbs.store(transitions if frames is None else transitions._replace(frames=frames))
 
-    state.unnoted.append((action, action.tobytes() + obs.tobytes() + reward.tobytes()))
+    state.unnoted = action, obs, reward, valid
+    state.obs = obs
+    state.episode_return += reward
+    state.episode_length += valid
     if state.goals is not None:
         whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
         into_row(whole, transitions, state.memory.obs_dim)
-        state.history = _noted(state.history, state.episode_length, whole[:, :, None])
-    state.obs = obs
-    state.episode_return += reward
-    every = np.count_nonzero(valid) == valid.size
-    state.episode_length += 1 if every else valid
+        state.history.add(whole, valid, state.episode_length)
     state.step += min(left, shape[1])
     if config.update_after == "step":
-        state.earned[:] = max(0, state.step - config.random_steps)
+        state.earned.fill(max(0, state.step - config.random_steps))
     ended = terminated | truncated
-    if len(state.unnoted) == UNNOTED or not every:
-        note(state, valid)
     return episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
 
 
@@ -178,37 +174,20 @@ def episodes_ended(
         if state.goals is not None:
             verbs.flush()  # what came before goes in before
             relabel(state, k, i)
-    for of_episode in (state.episode_return, state.episode_length, state.played, state.history):
-        of_episode[ended] = 0
+    begin_anew(state, ended)
     return rows
 
 
-def note(state: State, valid: Flags | None = None) -> None:
-    """Write the last steps down: their actions, to find the way back, and a hash of all that came.
-
-    All of them were `valid` (S, N), but in the last one perhaps. Together they take a fraction of the time.
-    """
-    if not state.unnoted:
+def note(state: State) -> None:
+    """Write the last step down: its actions, to find the way back, and a hash of all that came."""
+    if state.unnoted is None:
         return
-    actions = np.stack([action for action, _ in state.unnoted], 2)  # (S, N, n, A)
-    told = state.fingerprint.tobytes()
-    for _, step in state.unnoted:
-        told = blake2b(told + step, digest_size=32).digest()
-    state.fingerprint = np.frombuffer(told, np.uint8).copy()
-    first = state.episode_length - len(state.unnoted) + (0 if valid is None else ~valid)
-    state.played = _noted(state.played, first, actions)
-    state.unnoted.clear()
-
-
-def _noted(kept: NDArray[np.float32], first: NDArray[np.int64], new: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What is kept of the episodes under way, (S, N, T, …), with what is new (S, N, n, …) from `first` (S, N) on."""
-    longest, count = kept.shape[2], new.shape[2]
-    if first.max() + count > longest:
-        more = np.zeros((*new.shape[:2], max(longest, 128, count), new.shape[3]), np.float32)
-        kept = np.concatenate([kept, more], 2)
-    places = first[..., None] + np.arange(count)  # (S, N, n)
-    np.put_along_axis(kept, places[..., None], new, 2)
-    return kept
+    action, obs, reward, valid = state.unnoted
+    step = action.tobytes() + obs.tobytes() + reward.tobytes()
+    told = blake2b(state.fingerprint.tobytes() + step, digest_size=32).digest()
+    state.fingerprint = np.frombuffer(bytearray(told), np.uint8)
+    state.played.add(action, valid, state.episode_length)
+    state.unnoted = None
 
 
 def learn_owed(state: State, config: Config, verbs: Verbs, stop: Callable[[], bool] = lambda: False) -> None:

@@ -42,10 +42,6 @@ class ActionRange:
     def _unit(self) -> bool:
         return bool((self.low == -1).all() and (self.high == 1).all())
 
-    @cached_property
-    def _constants(self) -> tuple[Any, Any]:
-        return self.low.dtype.type(1), self.low.dtype.type(0.5)
-
     @property
     def dim(self) -> int:
         return int(self.low.size)
@@ -54,12 +50,9 @@ class ActionRange:
         """(N, A) in [−1, 1] -> (N, *shape) in the environment's units; ±1 are exactly the bounds."""
         if action.dtype != self.low.dtype or action.ndim != self.low.ndim + 1:
             action = action.astype(self.low.dtype).reshape(-1, *self.low.shape)
-        one, half = self._constants  # as Python's numbers they would be converted at every step
-        t: NDArray[Any] = action + one
-        t *= half
         if self._unit:
-            t += t - one  # the same numbers as below, in fewer operations
-            return t
+            return action.copy()  # as they are, to the last bit; an environment may do to its own what it likes
+        t = (action + 1) / 2
         # low + t · (high − low) would miss `high` by a rounding.
-        mapped: NDArray[Any] = np.clip(self.low * (one - t) + self.high * t, self.low, self.high)
+        mapped: NDArray[Any] = np.clip(self.low * (1 - t) + self.high * t, self.low, self.high)
         return mapped

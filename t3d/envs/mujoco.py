@@ -28,7 +28,7 @@ class Many:
         self.env, self.count, self.dt = env, count, float(env.dt)
         self._batch = Batch(env.model, count, threads, persistent=True)
         self.qpos, self.qvel, self.ctrl = (self.bind(name) for name in ("qpos", "qvel", "ctrl"))
-        self._time = self.bind("time").reshape(-1)
+        self._time, self._each = self.bind("time").reshape(-1), np.ones(count)
         self._scratch = mujoco.MjData(env.model)
         self._forces = np.zeros((count, *self._scratch.cfrc_ext.shape))
 
@@ -39,7 +39,7 @@ class Many:
         return self._time
 
     def total_time(self) -> float:
-        return float(np.add.reduce(self._time))
+        return float(self._time.dot(self._each))  # faster than a sum
 
     def contact_forces(self) -> Array:
         # A batch does not compute them: one by one, from a copy of each simulation's whole data.

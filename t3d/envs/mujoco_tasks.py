@@ -88,6 +88,10 @@ class HalfCheetah(Task):
         self.x = self.qpos[:, 0]
         self.seen = self.qpos[:, self.unseen :]
         self.weight, self.effort = self.env._forward_reward_weight, self.env._ctrl_cost_weight
+        self.dt: Any = sims.dt
+        if sims.count > 1:  # beside arrays a number of Python's is made into one at every use
+            self.weight, self.effort = np.array(self.weight), np.array(self.effort, np.float32)
+            self.dt = np.array(self.dt)
 
     def before(self) -> Any:
         # A number costs less than an array of one; NumPy's own, to be of float64 in what follows.
@@ -98,7 +102,7 @@ class HalfCheetah(Task):
 
     def forward_reward(self, before: Any) -> Any:
         now = self.x[0] if self.sims.count == 1 else self.x
-        return self.weight * ((now - before) / self.sims.dt)
+        return self.weight * ((now - before) / self.dt)
 
     def control_cost(self, action: Floats) -> Any:
         # For a single one over all axes: the sum is a number then, too.

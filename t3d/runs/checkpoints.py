@@ -31,7 +31,7 @@ from t3d.errors import T3DError
 from t3d.replay import Replay
 from t3d.runs.parity import mended, parity
 
-FORMAT = 3
+FORMAT = 4
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
 PARITY = ".parity"  # behind a segment's name
 MOST_SEGMENTS = 64  # then older ones are put together,
