@@ -123,7 +123,7 @@ class Replay:
         into_row(into["rows"], rows, self.obs_dim)
         valid, where = rows.valid, into["where"]
         if valid.shape[1] == 1 and np.count_nonzero(valid) == valid.size:  # the usual case, in fewer operations
-            np.remainder(self.stored[:, None], self._capacity, out=where)
+            where[:] = self.stored[:, None] % self._capacity
             self.stored += ONE
         else:
             order = valid.cumsum(1)  # (S, N): 1 for the first valid row, 2 for the second, …
