@@ -73,9 +73,10 @@ def short_of_cores(threads: int) -> str | None:
     busy = busy_cores() if threads > 1 else None
     if busy is None or busy + threads < (cores := len(os.sched_getaffinity(0))) + 0.5:
         return None
+    fewer = max(1, round(cores - busy))
     return (
         f"{busy:.1f} of {cores} cores are busy with other work: {threads} threads that wait for each other can be many"
-        f" times slower beside it than --threads {max(1, round(cores - busy))}."
+        f" times slower beside it than {fewer} (--threads {fewer}, when a run begins)."
     )
 
 
