@@ -104,8 +104,8 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
         envs=envs,
         obs=obs,
-        played=Tape(0, count, per_seed, envs.actions.dim),
-        history=Tape(0, count, per_seed, memory.rows.shape[-1]),
+        played=Tape(count, per_seed, envs.actions.dim),
+        history=Tape(count, per_seed, memory.rows.shape[-1]),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
         earned=np.zeros(count, np.int64),
@@ -169,8 +169,10 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     where they had been: their episodes are cut there.
     """
     # As long as it was when it was saved, not as it is now.
-    state.played, state.history = (Tape(*given[name].shape) for name in ("played", "history"))
-    state.episode_length[:] = len(given["played"])
+    longest = len(given["played"]) if "played" in given and given["played"].dim() else 0
+    state.played.rewind(longest)
+    state.history.rewind(longest if state.goals else 0)
+    state.episode_length[:] = longest
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")

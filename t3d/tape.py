@@ -18,8 +18,12 @@ class Tape:
     what its environment has behind.
     """
 
-    def __init__(self, steps: int, seeds: int, envs: int, width: int) -> None:
-        self._kept, self._end = np.zeros((steps, seeds, envs, width), np.float32), steps
+    def __init__(self, seeds: int, envs: int, width: int) -> None:
+        self._kept, self._end = np.zeros((0, seeds, envs, width), np.float32), 0
+
+    def rewind(self, steps: int) -> None:
+        """Nothing but so many steps of 0."""
+        self._kept, self._end = np.zeros((steps, *self._kept.shape[1:]), np.float32), steps
 
     def add(self, new: Array, valid: Flags, lengths: NDArray[np.int64]) -> None:
         """One step (S, N, W), where it is `valid` (S, N); `lengths` (S, N) are those of the episodes with it."""

@@ -210,6 +210,23 @@ def test_every_number_of_the_state_is_needed(name, tmp_path):
     assert whole != parts
 
 
+@pytest.mark.parametrize(
+    ("played", "sentence"),
+    [
+        (None, "played is missing"),
+        (torch.zeros(()), "played has the shape"),
+        (torch.zeros(4, 1, 2, 9), "played has the shape"),
+    ],
+)
+def test_a_state_of_another_shape_is_refused_with_a_sentence(played, sentence, tmp_path):
+    state, _ = begin("Pendulum-v1", (3,), num_envs=2)
+    with closing(state.envs):
+        given = {name: tensor.clone() for name, tensor in states.saved(state).items() if name != "played"}
+        given |= {} if played is None else {"played": played}
+        with pytest.raises(t3d.T3DError, match=sentence):
+            states.restore(state, given, tmp_path)
+
+
 @pytest.mark.parametrize("env", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5", "Humanoid-v5"])
 def test_mujoco_tasks_come_back_to_where_they_were(env, tmp_path):
     pytest.importorskip("mujoco")

@@ -5,10 +5,10 @@ import numpy as np
 from t3d.tape import Tape
 
 
-def episodes(steps, seeds, envs, chance_to_end, chance_to_stand, tape=None):
+def episodes(steps, seeds, envs, chance_to_end, chance_to_stand):
     """Random episodes on a tape and in lists; some end, some steps are none."""
     rng = np.random.default_rng(0)
-    tape = tape or Tape(0, seeds, envs, 2)
+    tape = Tape(seeds, envs, 2)
     lists = {place: [] for place in np.ndindex(seeds, envs)}
     lengths = np.zeros((seeds, envs), np.int64)
     for _ in range(steps):
@@ -48,7 +48,8 @@ def test_a_copy_goes_on_like_the_first():
     """As after a checkpoint: only what the longest episode needs was kept."""
     whole = next(episodes(1, 2, 3, 0.0, 0.0))[0]
     rng, lengths = np.random.default_rng(1), np.ones((2, 3), np.int64)
-    copy = Tape(1, 2, 3, 2)
+    copy = Tape(2, 3, 2)
+    copy.rewind(1)
     copy.last(1)[:] = whole.last(1)
     for _ in range(600):
         new, valid, ended = rng.random((2, 3, 2), np.float32), rng.random((2, 3)) > 0.1, rng.random((2, 3)) < 0.01
@@ -60,5 +61,5 @@ def test_a_copy_goes_on_like_the_first():
         longest = lengths.max()
         assert (whole.last(longest) == copy.last(longest)).all()
         if rng.random() < 0.1:
-            copy = Tape(longest, 2, 3, 2)
+            copy.rewind(longest)
             copy.last(longest)[:] = whole.last(longest)
