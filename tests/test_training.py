@@ -1,5 +1,6 @@
 """The loop: which transitions are stored, when updates run, what is recorded."""
 
+import itertools
 import json
 import os
 
@@ -61,6 +62,31 @@ def test_actions_are_stored_within_one_and_played_within_the_bounds():
     assert np.abs(stored).max() == 1.0
     np.testing.assert_allclose(played, [-1, 0] + (stored + 1) / 2 * [4, 5], atol=1e-6)
     assert played.min(0).tolist() == [-1, 0] and played.max(0).tolist() == [3, 5]
+
+
+def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
+    numbers = itertools.count()
+
+    def uneven():
+        env = Scripted()
+        env.episode = next(numbers)  # the second copy is an episode ahead of the first
+        return env
+
+    config = settle(Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, num_envs=2), "td3", "x", 1)
+    state, uneven_lengths = states.begin(open_source(uneven), [0], config), 0
+    for _ in range(60):
+        advance(state, config, 1)
+        training.note(state)
+        lengths, kept = state.episode_length[0], states.saved(state)["played"][:, 0].numpy()
+        uneven_lengths += lengths[0] != lengths[1]
+        for i, length in enumerate(map(int, lengths)):
+            before, own = np.split(kept[:, i], [len(kept) - length])
+            played = (
+                np.array(state.envs._slots[i]._env.actions[-length:]).reshape(-1, 2) if length else np.zeros((0, 2))
+            )
+            np.testing.assert_allclose(played, [-1, 0] + (own + 1) / 2 * [4, 5], atol=1e-6)
+            assert not before.any()
+    assert uneven_lengths > 20
 
 
 def test_one_update_a_step_once_the_random_steps_are_over():
