@@ -72,7 +72,8 @@ def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
         env.episode = next(numbers)  # the second copy is an episode ahead of the first
         return env
 
-    config = settle(Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, num_envs=2), "td3", "x", 1)
+    config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, steps=200, num_envs=2)
+    config = settle(config, "td3", "Scripted", 1)
     state, uneven_lengths = states.begin(open_source(uneven), [0], config), 0
     for _ in range(60):
         advance(state, config, 1)
