@@ -12,7 +12,7 @@ PACKAGE = ROOT / "t3d"
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
     "errors", "files", "limits", "layout", "sight", "rng", "networks", "vision", "modules", "optim", "replay",
-    "nstep", "tape", "pictures", "steps", "agent", "documents", "config", "processors", "kernels", "accelerate", "envs",
+    "nstep", "pictures", "tape", "steps", "agent", "documents", "config", "processors", "kernels", "accelerate", "envs",
     "goals", "policy", "evaluation", "runs", "display", "states", "training", "api", "bench", "__init__", "cli",
     "__main__",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
-"""What there is of a machine, told before a run needs more of it. Memory and disk: tests/test_resume.py."""
+"""What there is of a machine, told before a run needs more of it. A disk that fills up: tests/test_resume.py."""
 
 import subprocess
 import sys
 
 import pytest
+from killed import KNOBS
 
 import t3d
 from t3d import limits
@@ -32,6 +33,12 @@ def test_threads_that_would_wait_for_each_other(busy, threads, said, monkeypatch
 
 def test_a_run_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("t3d.api.short_of_cores", lambda threads: f"{threads} threads on busy cores.")
-    knobs = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "threads": 2}
-    t3d.train("Pendulum-v1", 30, out=tmp_path / "run", **knobs)
+    t3d.train("Pendulum-v1", 30, out=tmp_path / "run", **{**KNOBS, "threads": 2})
     assert "2 threads on busy cores." in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("t3d.limits.free_memory", lambda device: 10**6)
+    with pytest.raises(t3d.T3DError, match=r"needs 3.35 GiB and 0.00 GiB are free .*: --buffer-size \d+ fits"):
+        t3d.train("Pendulum-v1", 100_000_000, out=tmp_path / "run", buffer_size=90_000_000, **KNOBS)
+    assert not (tmp_path / "run").exists()

@@ -355,13 +355,6 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(tmp_path, monk
     assert end_of(tmp_path / "run") == end_of(whole.path)
 
 
-def test_what_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr("t3d.limits.free_memory", lambda device: 10**6)
-    with pytest.raises(t3d.T3DError, match=r"needs 3.35 GiB and 0.00 GiB are free .*: --buffer-size \d+ fits"):
-        t3d.train("Pendulum-v1", 100_000_000, out=tmp_path / "run", buffer_size=90_000_000, **KNOBS)
-    assert not (tmp_path / "run").exists()
-
-
 # ---------------------------------------------------------------------------------------------- processes
 
 

@@ -82,9 +82,8 @@ def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
         uneven_lengths += lengths[0] != lengths[1]
         for i, length in enumerate(map(int, lengths)):
             before, own = np.split(kept[:, i], [len(kept) - length])
-            played = (
-                np.array(state.envs._slots[i]._env.actions[-length:]).reshape(-1, 2) if length else np.zeros((0, 2))
-            )
+            actions = np.reshape(state.envs._slots[i]._env.actions, (-1, 2))
+            played = actions[len(actions) - length :]
             np.testing.assert_allclose(played, [-1, 0] + (own + 1) / 2 * [4, 5], atol=1e-6)
             assert not before.any()
     assert uneven_lengths > 20
