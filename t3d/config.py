@@ -4,7 +4,6 @@ The knobs that stand in the equations are `steps.Knobs`; this adds those of the 
 `config.json` in a run folder holds the values that were used, none of them open.
 """
 
-import os
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -14,6 +13,7 @@ import torch
 from tyro.conf import arg
 
 from t3d.errors import T3DError, nearest
+from t3d.limits import cores
 from t3d.steps import Knobs
 
 Preset = Literal["td3", "paper", "documents"]
@@ -257,8 +257,7 @@ def _threads(config: Config, seeds: int) -> int:
     if config.device == "cuda":
         return 1
     widest = max(config.hidden, default=1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1
+    return min(cores(), 8) if seeds * config.batch_size * widest * widest >= 1_000_000 else 1
 
 
 def parse_every(text: str) -> tuple[float, int]:

@@ -16,6 +16,11 @@ CGROUPS = (  # the limit of a container, and what of it is used: version 2 and v
 )
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be had on a device; None where the system does not say."""
     if device.type == "cuda":
@@ -71,11 +76,11 @@ def short_of_disk(folder: Path, needed: int) -> str | None:
 def short_of_cores(threads: int) -> str | None:
     """A sentence where other work would hold up threads that wait for each other: all wait for the slowest, often."""
     busy = busy_cores() if threads > 1 else None
-    if busy is None or busy + threads < (cores := len(os.sched_getaffinity(0))) + 0.5:
+    if busy is None or busy + threads < cores() + 0.5:
         return None
-    fewer = max(1, round(cores - busy))
+    fewer = max(1, round(cores() - busy))
     return (
-        f"{busy:.1f} of {cores} cores are busy with other work: {threads} threads that wait for each other can be many"
+        f"{busy:.1f} of {cores()} cores are busy with other work: {threads} threads that wait for each other can be many"
         f" times slower beside it than {fewer} (--threads {fewer}, when a run begins)."
     )
 
@@ -87,7 +92,7 @@ def busy_cores(seconds: float = 0.2) -> float | None:
     last, ended, own = _idle(), time.monotonic(), time.process_time() - own
     if first is None or last is None:
         return None
-    return max(0.0, len(os.sched_getaffinity(0)) - (last - first + own) / (ended - began))
+    return max(0.0, cores() - (last - first + own) / (ended - began))
 
 
 def _idle() -> float | None:

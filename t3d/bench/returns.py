@@ -1,7 +1,6 @@
 """Training a suite: one run for each task, all seeds in it, and one file with everything it returned."""
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch
 from t3d import api, files
 from t3d.bench.suites import Task
 from t3d.errors import T3DError
+from t3d.limits import cores
 from t3d.runs.folder import Run
 
 RESULTS, RUNS = Path("benchmarks/results/returns"), Path("runs/bench")
@@ -121,9 +121,8 @@ def _rounded(numbers: list[float | None]) -> list[float | None]:
 
 def this_machine() -> dict[str, Any]:
     """What this machine is, without its name."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"processor": processor(), "cores": cores, "gpu": gpu}
+    return {"processor": processor(), "cores": cores(), "gpu": gpu}
 
 
 def processor() -> str:

@@ -1,6 +1,5 @@
 """From what a user names to a batch of environments: which adapter takes it, and why."""
 
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
 from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest
+from t3d.limits import cores
 from t3d.sight import Sight
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
@@ -53,6 +53,7 @@ class Source:
     pixels: int = 0  # if not 0, pictures of the environment, so high and wide, are its observations
     stack: int = 1  # frames that are seen at once, where observations have pictures
     vector: "VectorEnv[Any, Any, Any] | None" = None
+    threads: int = 0  # that step them together, where they can; 0 is as many as there are cores
     _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
 
     def seen(self, pixels: int, stack: int) -> "Source":
@@ -174,7 +175,7 @@ class Source:
         return batch if sight is None else Stacked(batch, sight)
 
     def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
-        threads = min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+        threads = min(count, self.threads or cores())
         if self._pooled:
             return self._pool(count, episode_seed, workers, threads)
         first = self.one()
