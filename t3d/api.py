@@ -15,6 +15,7 @@ from gymnasium.vector import VectorEnv
 
 from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
+from t3d.beside import Beside, decide, evaluator_of
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
@@ -100,10 +101,11 @@ def start(
     source = source.seen(config.pixels, config.frame_stack)
     with hardware(config.threads, config.precision):
         state = states.begin(source, seeds, config, network)
+        config = decide(config, source, state.agent.actor, state.envs)
         with (
             closing(state),
             networks.using(state.network),
-            closing(Evaluator(source, seeds, config.eval_episodes)) as evaluator,
+            closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
         ):
             verbs, config = ready(state, config, display)
             run = Run(claim(out, name))
@@ -153,11 +155,11 @@ def resume(
             with (
                 closing(state),
                 networks.using(state.network),
-                closing(Evaluator(source, run.seeds, config.eval_episodes)) as evaluator,
+                closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
                 closing(Checkpoints(run.path, training.about(config))) as checkpoints,
             ):
                 take_up(state, config, run, display, checkpoints)
-                if state.step >= config.steps and state.evaluated == state.step:
+                if state.step >= config.steps and state.evaluated == state.step and state.playing is None:
                     display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
                     learning_curve(run)
                     return run
@@ -193,7 +195,7 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
     for name, now in training.about(config).items():
         if found.about.get(name) != now:
             display.say(f"{name} was {found.about.get(name)} and is {now}: the run goes on, but not bit for bit.")
-    missed = states.restore(state, checkpoints.load(found, state.memory), found.folder)
+    missed = states.restore(state, checkpoints.load(found, state.memory), found.folder, config)
     redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
     display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
     if missed.any():
@@ -206,7 +208,7 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
 def go_on(
     state: states.State,
     verbs: Verbs,
-    evaluator: Evaluator,
+    evaluator: Evaluator | Beside,
     config: Config,
     run: Run,
     display: Display,
@@ -223,7 +225,7 @@ def go_on(
         finally:
             if run.evaluations:
                 learning_curve(run)
-    if stop.signal is not None and (state.step < config.steps or state.evaluated < state.step):
+    if stop.signal is not None and (state.step < config.steps or state.evaluated < state.step or state.playing):
         display.say(f"Stopped and saved at step {state.step:,}. To go on: t3d resume {run.path}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt

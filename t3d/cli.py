@@ -30,7 +30,7 @@ from t3d.display import open_console
 from t3d.envs import open_source
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, nearest
-from t3d.evaluation import Evaluator
+from t3d.evaluation import Evaluator, Players
 from t3d.policy import Policy
 from t3d.replay import Lens
 from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
@@ -355,11 +355,12 @@ def played(
     source = source.seen(knobs.pixels, knobs.frame_stack)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
-    device = "cuda" if knobs.device == "cuda" and torch.cuda.is_available() else "cpu"
+    there = knobs.device if knobs.eval_beside != "on" else "cpu"
+    device = there if torch.cuda.is_available() else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
     lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
     known = [lens for lens in lenses if lens is not None]
-    lens = Lens(*(torch.cat(parts).to(device) for parts in zip(*known, strict=True))) if known else None
+    lens = {name: torch.cat([getattr(one, name) for one in known]).to(device) for name in Lens._fields if known}
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
     with (
         hardware(knobs.threads, knobs.precision),
@@ -372,7 +373,7 @@ def played(
         ):
             raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, knobs.eval_episodes):
-            evaluation = evaluator.play(actor, first, lens=lens)
+            evaluation = evaluator.play(Players(actor, lens=lens), first)
             for k, seed in enumerate(run.seeds):
                 if seed in policies:
                     returns[seed] += evaluation.returns[k].tolist()

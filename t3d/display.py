@@ -96,7 +96,9 @@ class Display:
         self._training = {row["seed"]: row for row in rows}
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """An evaluation of every seed."""
+        """An evaluation of every seed; what was shown already is not shown again."""
+        if self._evaluation is not None and self._evaluation[0] == step:
+            return
         self._evaluation = (step, evaluation)
         means = evaluation.returns.mean(1)
         for seed, mean in zip(self.seeds, means, strict=True):
@@ -133,7 +135,7 @@ class Display:
         head = Table.grid(padding=(0, 2))
         head.add_row(bar, f"step {self._step:,} of {self.steps:,}", self._pace(), f"{elapsed} so far")
         if self._evaluation is None:
-            return Group(head, Text("evaluating before the first update …", style="dim"))
+            return Group(head, Text("the first evaluation is under way …", style="dim"))
         step, evaluation = self._evaluation
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("seed")

@@ -7,7 +7,7 @@ Shapes: S seeds, E evaluations, N environments (all episodes of all seeds), T st
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,15 @@ from t3d.envs import Source
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
 from t3d.rng import Purpose
+
+
+@dataclass(frozen=True)
+class Players:
+    """Who plays in an evaluation: every seed's actor, and what belongs to it."""
+
+    actor: Parameters
+    critic: Parameters = field(default_factory=dict)  # if its values are to be compared with the returns that follow
+    lens: Parameters = field(default_factory=dict)  # a `Lens`, if actors see observations through one
 
 
 @dataclass(frozen=True)
@@ -42,9 +51,12 @@ class Values:
 class Evaluator:
     """The environments that evaluations play in: one for each seed and episode, used again each time."""
 
-    def __init__(self, source: Source, seeds: Sequence[int], episodes: int) -> None:
-        self.seeds, self.episodes = list(seeds), episodes
+    beside = False  # they are played when the answer is called for
+
+    def __init__(self, source: Source, seeds: Sequence[int], episodes: int, gamma: float = 0.99) -> None:
+        self.seeds, self.episodes, self.gamma = list(seeds), episodes, gamma
         self._first_episode = 0
+        self._asked: Players | None = None
         self.envs = source.batch(len(self.seeds) * episodes, self._episode_seed)
 
     def _episode_seed(self, env: int, _: int) -> int:
@@ -54,17 +66,15 @@ class Evaluator:
     @torch.no_grad()
     def play(
         self,
-        actor: Parameters,
+        players: Players,
         first_episode: int = 0,
         stop: Callable[[], bool] = lambda: False,
-        critic: Parameters | None = None,
-        gamma: float = 0.99,
-        lens: Lens | None = None,
     ) -> Evaluation:
         """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop.
 
         With a critic its values are compared with the returns that followed, discounted by `gamma`.
         """
+        actor, critic, lens = players.actor, players.critic, Lens(**players.lens) if players.lens else None
         self._first_episode = first_episode
         shape = (len(self.seeds), self.episodes)
         device = networks.any_of(actor).device
@@ -78,17 +88,30 @@ class Evaluator:
             action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)
             moved = self.envs.step(action.reshape(len(active), -1), active)
-            if critic is not None:
+            if critic:
                 q = networks.critic(networks.first(critic), batch, chosen).cpu().numpy().reshape(-1)
                 seen.append((q, moved.reward, moved.terminated, moved.valid))
             returns += moved.reward
             lengths += moved.valid
             active &= ~(moved.terminated | moved.truncated)
             obs = moved.obs
-        values = (
-            compared([np.array(part) for part in zip(*seen, strict=True)], gamma, len(self.seeds)) if seen else None
-        )
+        parts = [np.array(part) for part in zip(*seen, strict=True)]
+        values = compared(parts, self.gamma, len(self.seeds)) if seen else None
         return Evaluation(returns.reshape(shape), lengths.reshape(shape), values)
+
+    def ask(self, players: Players) -> None:
+        """These are to play."""
+        self._asked = players
+
+    def glance(self) -> Evaluation | None:
+        """What came of it, if it is there already."""
+        return None
+
+    def answer(self, stop: Callable[[], bool]) -> Evaluation | None:
+        """What came of it; None if told to stop before it was over."""
+        assert self._asked is not None, "somebody has to be asked first"
+        evaluation = self.play(self._asked, stop=stop)
+        return None if stop() else evaluation
 
     def close(self) -> None:
         self.envs.close()

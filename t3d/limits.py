@@ -80,8 +80,8 @@ def short_of_cores(threads: int) -> str | None:
         return None
     fewer = max(1, round(cores() - busy))
     return (
-        f"{busy:.1f} of {cores()} cores are busy with other work: {threads} threads that wait for each other can be many"
-        f" times slower beside it than {fewer} (--threads {fewer}, when a run begins)."
+        f"{busy:.1f} of {cores()} cores are busy with other work: {threads} threads that wait for each other can be"
+        f" many times slower beside it than {fewer} (--threads {fewer}, when a run begins)."
     )
 
 

@@ -20,6 +20,7 @@ from t3d import files, networks, rng
 from t3d.config import Config
 from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
+from t3d.evaluation import Players
 from t3d.goals import Goals
 from t3d.limits import refuse_oversize
 from t3d.nstep import NStep
@@ -59,6 +60,7 @@ class State:
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
+    playing: Players | None = None  # those of that step, if what they play beside training is not taken in yet
 
     def close(self) -> None:
         """Let go of the environments."""
@@ -143,6 +145,18 @@ def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
         raise T3DError(f"the replay memory needs {gib:,.1f} GiB and cannot be had: lower --buffer-size.") from error
 
 
+def players(state: State, config: Config) -> Players:
+    """A copy of who plays in an evaluation now, where it will be played: beside training, on the CPU."""
+    lens = state.memory.lens()
+    parts = {
+        "actor": state.agent.actor,
+        "critic": state.agent.critic if config.eval_values == "on" else {},
+        "lens": {} if lens is None else lens._asdict(),
+    }
+    device = "cpu" if config.eval_beside == "on" else config.device
+    return Players(**{part: {k: t.to(device, copy=True) for k, t in own.items()} for part, own in parts.items()})
+
+
 def saved(state: State) -> dict[str, Tensor]:
     """Every number of the state by its name, but the rows of the memory and what environments hold inside.
 
@@ -156,13 +170,14 @@ def saved(state: State) -> dict[str, Tensor]:
         k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
     longest = int(state.episode_length.max())
+    parts["playing"] = state.playing or {}
     parts["played"], parts["history"] = state.played.last(longest), state.history.last(longest if state.goals else 0)
     assert state.unnoted is None, "steps are to be written down before they are saved"
     del parts["goals"], parts["network"], parts["unnoted"]
     return agents.tensors(parts)
 
 
-def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bool_]:
+def restore(state: State, given: dict[str, Tensor], path: Path, config: Config) -> NDArray[np.bool_]:
     """Put a state that was saved in the place of a fresh one; the memory has its rows already.
 
     Environments find the way back by playing the episodes under way again. Returns which of them (S, N) did not arrive
@@ -173,6 +188,8 @@ def restore(state: State, given: dict[str, Tensor], path: Path) -> NDArray[np.bo
     state.played.rewind(longest)
     state.history.rewind(longest if state.goals else 0)
     state.episode_length[:] = longest
+    if any(name.startswith("playing.") for name in given):
+        state.playing = players(state, config)
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")

@@ -19,22 +19,23 @@ from numpy.typing import NDArray
 
 from t3d import agent as agents
 from t3d.accelerate import Verbs
+from t3d.beside import Beside
 from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
-from t3d.evaluation import Evaluation, Evaluator
+from t3d.evaluation import Evaluation, Evaluator, Players
 from t3d.policy import Card, Policy
-from t3d.replay import Flags, into_row
+from t3d.replay import Flags, Lens, into_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
-from t3d.states import METRICS, State, begin_anew, relabel, saved
+from t3d.states import METRICS, State, begin_anew, players, relabel, saved
 from t3d.steps import is_delayed
 
 
 def run(
     state: State,
     verbs: Verbs,
-    evaluator: Evaluator,
+    evaluator: Evaluator | Beside,
     config: Config,
     folder: Run,
     display: Display,
@@ -55,6 +56,8 @@ def run(
 
     if state.evaluated < 0:
         save()
+    if state.playing is not None:
+        ask(state, state.playing, evaluator, config, folder, display, stop)  # again: nothing came of it before a stop
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
@@ -68,6 +71,8 @@ def run(
             marked, marked_step, state.logged = now, state.step, state.step
             display.training(rows)
             folder.record(rows)
+            if early := evaluator.glance():
+                display.evaluated(state.evaluated, early)
         if test and not stop():
             paused = time.perf_counter()
             verbs.flush()
@@ -229,19 +234,65 @@ def _finite(number: float) -> float | None:
 
 
 def evaluate(
-    state: State, evaluator: Evaluator, config: Config, folder: Run, display: Display, stop: Callable[[], bool]
+    state: State,
+    evaluator: Evaluator | Beside,
+    config: Config,
+    folder: Run,
+    display: Display,
+    stop: Callable[[], bool],
 ) -> None:
-    """Play the fixed episodes with every seed's actor, record them, and keep the best and the last policies."""
-    critic = state.agent.critic if config.eval_values == "on" else None
-    lens = state.memory.lens()
-    evaluation = evaluator.play(state.agent.actor, stop=stop, critic=critic, gamma=config.gamma, lens=lens)
-    if stop():
-        return  # it is still owed
+    """Have the fixed episodes played with every seed's actor as it is now.
+
+    What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed step, so that
+    rows keep their order.
+    """
+    if state.playing is not None:
+        take_in(state, state.playing, evaluator, config, folder, display, stop)
+    if not stop():
+        state.playing, state.evaluated = players(state, config), state.step
+        ask(state, state.playing, evaluator, config, folder, display, stop)
+
+
+def ask(
+    state: State,
+    playing: Players,
+    evaluator: Evaluator | Beside,
+    config: Config,
+    folder: Run,
+    display: Display,
+    stop: Callable[[], bool],
+) -> None:
+    """Let those play who are to, and wait for them if nothing goes on meanwhile."""
+    evaluator.ask(playing)
+    if not evaluator.beside or state.step >= config.steps:
+        take_in(state, playing, evaluator, config, folder, display, stop)
+
+
+def take_in(
+    state: State,
+    playing: Players,
+    evaluator: Evaluator | Beside,
+    config: Config,
+    folder: Run,
+    display: Display,
+    stop: Callable[[], bool],
+) -> None:
+    """Record what came of an evaluation, unless told to stop before: then it is still owed."""
+    evaluation = evaluator.answer(stop)
+    if evaluation is not None:
+        record(state, playing, evaluation, config, folder, display)
+        state.playing = None
+
+
+def record(
+    state: State, playing: Players, evaluation: Evaluation, config: Config, folder: Run, display: Display
+) -> None:
+    """The rows of an evaluation, and the best and the last policies."""
     rows = []
     for k, seed in enumerate(state.seeds):
         returns, lengths = evaluation.returns[k].tolist(), evaluation.lengths[k].tolist()
         mean = float(evaluation.returns[k].mean())
-        row = {"kind": "evaluation", "step": state.step, "seed": seed, "returns": returns, "lengths": lengths}
+        row = {"kind": "evaluation", "step": state.evaluated, "seed": seed, "returns": returns, "lengths": lengths}
         rows.append(row | {"mean": mean})
         if evaluation.values is not None:
             rows[-1]["expected"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
@@ -250,21 +301,20 @@ def evaluate(
         if mean > state.best[k]:
             state.best[k] = mean
             names.append("best")
-        policy = policy_of(state, k, config, evaluation)
+        policy = policy_of(state, k, playing, config, evaluation)
         for which in names:
             policy.save(folder.policy_path(seed, which))
     folder.record(rows)
-    state.evaluated = state.step
-    display.evaluated(state.step, evaluation)
+    display.evaluated(state.evaluated, evaluation)
 
 
-def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> Policy:
-    """The k-th seed's actor as it is now, with its card."""
+def policy_of(state: State, k: int, playing: Players, config: Config, evaluation: Evaluation) -> Policy:
+    """The k-th seed's actor as it played, with its card."""
     actions = state.envs.actions
     card = Card(
         env=state.envs.name,
         seed=state.seeds[k],
-        step=state.step,
+        step=state.evaluated,
         returns=evaluation.returns[k].tolist(),
         lengths=evaluation.lengths[k].tolist(),
         layout=state.envs.layout,
@@ -275,8 +325,8 @@ def policy_of(state: State, k: int, config: Config, evaluation: Evaluation) -> P
         network=getattr(state.network, "name", None),
         stack=config.frame_stack if state.envs.sight else 1,
     )
-    lens = state.memory.seed(k).lens()
-    return Policy(agents.one_seed(state.agent, k).actor, card, lens)
+    actor, lens = ({name: part[k : k + 1] for name, part in parts.items()} for parts in (playing.actor, playing.lens))
+    return Policy(actor, card, Lens(**lens) if lens else None)
 
 
 def describe(source: Source, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:

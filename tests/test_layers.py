@@ -13,8 +13,8 @@ PACKAGE = ROOT / "t3d"
 ORDER = [
     "errors", "files", "limits", "layout", "sight", "rng", "networks", "vision", "modules", "optim", "replay",
     "nstep", "pictures", "tape", "steps", "agent", "documents", "config", "processors", "kernels", "accelerate", "envs",
-    "goals", "policy", "evaluation", "runs", "display", "states", "training", "api", "bench", "__init__", "cli",
-    "__main__",
+    "goals", "policy", "evaluation", "beside", "runs", "display", "states", "training", "api", "bench", "__init__",
+    "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import t3d
 from t3d import Actor, T3DError, files, networks, rng
 from t3d.cli import main
 from t3d.envs import open_source
-from t3d.evaluation import Evaluator
+from t3d.evaluation import Evaluator, Players
 from t3d.rng import Purpose
 
 KNOBS = {
@@ -137,7 +137,7 @@ def test_an_evaluation_is_the_actor_without_noise(recorded):
     evaluator, actor = recorded
     obs = evaluator.envs.reset().reshape(2, 3, 1)
     Recorder.seeds.clear()
-    evaluation = evaluator.play(actor)
+    evaluation = evaluator.play(Players(actor))
     expected = 2 * networks.actor(actor, torch.from_numpy(obs)).flatten()
     assert Recorder.actions == pytest.approx(expected.tolist() * 4, abs=1e-6)
     np.testing.assert_allclose(evaluation.returns, 4 * obs[..., 0], rtol=1e-6)
@@ -146,7 +146,7 @@ def test_an_evaluation_is_the_actor_without_noise(recorded):
 
 def test_evaluation_episodes_have_seeds_of_their_own(recorded):
     evaluator, actor = recorded
-    evaluator.play(actor)
+    evaluator.play(Players(actor))
     expected = [rng.integer(seed, Purpose.EVALUATION, episode) for seed in (3, 8) for episode in range(3)]
     assert Recorder.seeds[:6] == expected
     training = {rng.integer(seed, Purpose.EPISODE, episode) for seed in (3, 8) for episode in range(50)}
@@ -155,10 +155,10 @@ def test_evaluation_episodes_have_seeds_of_their_own(recorded):
 
 def test_further_episodes_are_new_and_the_same_ones_are_the_same(recorded):
     evaluator, actor = recorded
-    first, more, again = (evaluator.play(actor, start).returns for start in (0, 3, 0))
+    first, more, again = (evaluator.play(Players(actor), start).returns for start in (0, 3, 0))
     assert (first == again).all() and not set(first.flatten()) & set(more.flatten())
     Recorder.seeds.clear()
-    evaluator.play(actor, 3)
+    evaluator.play(Players(actor), 3)
     assert Recorder.seeds[:3] == [rng.integer(3, Purpose.EVALUATION, episode) for episode in (3, 4, 5)]
 
 

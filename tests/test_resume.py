@@ -16,10 +16,10 @@ from scripted import Dot, Reach, Scripted
 import t3d
 from t3d import networks, states, training
 from t3d.accelerate import accelerate
+from t3d.beside import evaluator_of
 from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
-from t3d.evaluation import Evaluator
 from t3d.runs import checkpoints as checkpoints_room
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
@@ -53,7 +53,7 @@ def play(path, env, seeds, stops, forget=None, **knobs):
         with (
             closing(state.envs),
             networks.using(state.network),
-            closing(Evaluator(source, state.seeds, config.eval_episodes)) as evaluator,
+            closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
             closing(Checkpoints(run.path, {})) as checkpoints,
         ):
             found, _ = checkpoints.newest()
@@ -63,7 +63,7 @@ def play(path, env, seeds, stops, forget=None, **knobs):
                 given = checkpoints.load(found, state.memory)
                 if forget:
                     given[forget] = fresh(states.saved(state), given, forget)
-                states.restore(state, given, found.folder)
+                states.restore(state, given, found.folder, config)
             verbs = accelerate(state.agent, state.memory, state.sums, config)
             display = Display(config.steps, state.seeds, quiet=True)
             training.run(state, verbs, evaluator, config, run, display, checkpoints, Interrupted(after))
@@ -72,7 +72,7 @@ def play(path, env, seeds, stops, forget=None, **knobs):
 
 def fresh(live, given, name):
     """A number as a new run has it; where that is the same by chance, another one."""
-    if live[name].shape == given[name].shape and not torch.equal(live[name], given[name]):
+    if name in live and live[name].shape == given[name].shape and not torch.equal(live[name], given[name]):
         return live[name].clone()
     return torch.zeros_like(given[name]) if given[name].any() else torch.ones_like(given[name])
 
@@ -85,6 +85,7 @@ CASES = {
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
     "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
     "normalised layers": {"critic_norm": "layer", "update_after": "episode"},
+    "evaluations beside training": {"eval_beside": "on", "normalize_obs": "on", "eval_values": "on"},
 }
 
 
@@ -185,15 +186,23 @@ def names_of_state():
         state, _ = begin(env, (3,), n_step=3, normalize_obs="on")
         state.envs.close()
         names |= {name for name in states.saved(state) if "eye" not in name or env != Dot}
-    return sorted(names)
+    return sorted(names | {"playing.actor.w1", "playing.lens.shift"})
 
 
+def refuse(*_, **__):
+    raise OSError
+
+
+@pytest.mark.filterwarnings("ignore:there is no process for evaluations")
 @pytest.mark.parametrize("name", names_of_state())
-def test_every_number_of_the_state_is_needed(name, tmp_path):
+def test_every_number_of_the_state_is_needed(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("t3d.beside.with_pipe", refuse)  # it takes its time to start, and gives the same
     knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
     env, stop = "Pendulum-v1", 300
     if name == "earned":
         knobs["update_after"] = "episode"  # otherwise it follows from the step
+    if name.startswith("playing."):
+        knobs |= {"eval_beside": "on", "eval_values": "on"}
     if name == "history":
         env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
     if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
@@ -219,12 +228,12 @@ def test_every_number_of_the_state_is_needed(name, tmp_path):
     ],
 )
 def test_a_state_of_another_shape_is_refused_with_a_sentence(played, sentence, tmp_path):
-    state, _ = begin("Pendulum-v1", (3,), num_envs=2)
+    state, config = begin("Pendulum-v1", (3,), num_envs=2)
     with closing(state.envs):
         given = {name: tensor.clone() for name, tensor in states.saved(state).items() if name != "played"}
         given |= {} if played is None else {"played": played}
         with pytest.raises(t3d.T3DError, match=sentence):
-            states.restore(state, given, tmp_path)
+            states.restore(state, given, tmp_path, config)
 
 
 @pytest.mark.parametrize("env", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5", "Humanoid-v5"])

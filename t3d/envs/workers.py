@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from t3d.errors import T3DError
 
 START_SECONDS = 120.0
 TRIES = 5  # a worker that dies this often without finishing a step is not worth another try
+
+
+def with_pipe(script: list[str], **options: Any) -> tuple["subprocess.Popen[bytes]", Connection]:
+    """A Python process and this end of a pipe to it; it is told the number of the other end, and where modules are."""
+    ours, theirs = Pipe()
+    command = [sys.executable, *script, str(theirs.fileno()), *sys.path]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, **options)
+    theirs.close()
+    return process, ours
 
 
 class Worker:
@@ -31,11 +41,7 @@ class Worker:
         self._launch()
 
     def _launch(self) -> None:
-        self._pipe, theirs = Pipe()
-        script = str(Path(__file__).with_name("worker.py"))
-        command = [sys.executable, script, str(theirs.fileno()), *sys.path]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
+        self.process, self._pipe = with_pipe([str(Path(__file__).with_name("worker.py"))])
         self.waiting: list[int] = []  # whose answers are still to come, in order
         with suppress(OSError):
             self._pipe.send_bytes(self._order)

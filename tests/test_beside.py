@@ -1,0 +1,212 @@
+"""Evaluations in a process of their own: the same numbers as in turns, whatever happens to that process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from counter import Counter
+from killed import KNOBS, end_of, rows_of
+
+import t3d
+from t3d import networks
+from t3d.beside import Beside, decide
+from t3d.config import Config, settle
+from t3d.display import Display
+from t3d.envs import open_source
+from t3d.evaluation import Evaluator, Players
+
+SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
+GONE = "there is no process for evaluations: they take turns with training."
+
+
+def evaluations(run):
+    return [row for row in rows_of(run.path) if row["kind"] == "evaluation"]
+
+
+def test_the_same_evaluations_and_policies_as_in_turns(tmp_path):
+    knobs = {**SMALL, "normalize_obs": "on", "eval_values": "on"}
+    runs = [t3d.train("Pendulum-v1", out=tmp_path / word, eval_beside=word, **knobs) for word in ("on", "off")]
+    assert evaluations(runs[0]) == evaluations(runs[1]) and len(evaluations(runs[0])) == 8
+    assert end_of(runs[0].path)[-1] == end_of(runs[1].path)[-1]  # the policies
+    assert [run.config["eval_beside"] for run in runs] == ["on", "off"]
+    assert runs[0].policy(3, "last").card.step == 300
+
+
+def test_rows_keep_their_order(tmp_path):
+    """An evaluation is taken in when the next one is due, and the last two at the end."""
+    run = t3d.train("Pendulum-v1", out=tmp_path / "run", eval_beside="on", log_every=50, **SMALL)
+    told = [(row["kind"], row["step"]) for row in run.metrics if row["seed"] == 3 and row["kind"] != "episode"]
+    assert told == [
+        *(("training", 50), ("training", 100), ("evaluation", 0), ("training", 150), ("training", 200)),
+        *(("evaluation", 100), ("training", 250), ("training", 300), ("evaluation", 200), ("evaluation", 300)),
+    ]
+
+
+@pytest.fixture
+def asked():
+    """Opens an evaluator beside this process for two seeds, with actors for it."""
+    opened = []
+
+    def open_one(env, obs_dim=2):
+        config = settle(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3}), "td3", "x", 2)
+        opened.append(Beside(open_source(env), [3, 8], config, None))
+        return opened[-1], Players(networks.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
+
+    yield open_one
+    for evaluator in opened:
+        evaluator.close()
+
+
+def in_turns(env, players):
+    with closing(Evaluator(open_source(env), [3, 8], 3)) as evaluator:
+        return evaluator.play(players)
+
+
+def never():
+    return False
+
+
+def test_a_process_that_is_killed_is_done_without(asked):
+    evaluator, players = asked(Counter)
+    expected = in_turns(Counter, players)
+    evaluator.ask(players)
+    assert (evaluator.answer(never).returns == expected.returns).all()
+    evaluator._process.kill()
+    evaluator._process.wait()
+    for _ in range(2):  # the second time without a word
+        evaluator.ask(players)
+        if evaluator._instead is None:
+            with pytest.warns(UserWarning, match=GONE):
+                evaluation = evaluator.answer(never)
+        else:
+            evaluation = evaluator.answer(never)
+        assert (evaluation.returns == expected.returns).all() and (evaluation.lengths == 10).all()
+
+
+def test_an_environment_that_cannot_be_sent(asked):
+    lock = threading.Lock()
+
+    def locked():
+        with lock:
+            return Counter()
+
+    evaluator, players = asked(locked)
+    evaluator.ask(players)
+    with pytest.warns(UserWarning, match=GONE):
+        assert (evaluator.answer(never).returns == in_turns(Counter, players).returns).all()
+
+
+class Poisoned(Counter):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, float("nan") if self.time == 4 else reward, *rest
+
+
+def test_what_goes_wrong_there_is_said_here(asked):
+    evaluator, players = asked(Poisoned)
+    evaluator.ask(players)
+    with pytest.warns(UserWarning, match=GONE), pytest.raises(t3d.T3DError, match="the reward is nan"):
+        evaluator.answer(never)
+
+
+class Slow(Counter):
+    def __init__(self, seconds=0.02):
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+def test_it_can_be_told_to_stop_and_looked_at(asked):
+    evaluator, players = asked(Slow)
+    evaluator.ask(players)
+    assert evaluator.glance() is None and evaluator.answer(lambda: True) is None
+    evaluation = evaluator.answer(never)
+    assert evaluator.glance() is evaluation and (evaluation.lengths == 10).all()
+    evaluator.ask(players)
+    assert evaluator.glance() is None  # not the one before
+
+
+def test_what_is_there_early_is_shown_once(capsys):
+    display = Display(100, [3])
+    for _ in range(2):
+        display.evaluated(50, in_one_episode(7.0))
+    display.evaluated(100, in_one_episode(8.0))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("return")[1].split()[0] for line in shown] == ["7.0", "8.0"]
+
+
+def in_one_episode(score):
+    return SimpleNamespace(returns=np.array([[score]]), lengths=np.array([[1]]))
+
+
+ORPHAN = """
+import sys, time
+sys.path[:0] = [{tests!r}]
+import torch
+from test_beside import Beside, Config, KNOBS, Players, Slow, networks, open_source, settle
+config = settle(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", "x", 1)
+evaluator = Beside(open_source(Slow, {{"seconds": 0.5}}), [3], config, None)
+evaluator.ask(Players(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
+print(evaluator._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_nobody_is_left_behind_when_the_run_is_killed():
+    script = ORPHAN.format(tests=str(Path(__file__).parent))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(3.0)  # in the middle of its episodes, which take 15 seconds
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 7
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = alive(child)
+    if left:
+        os.kill(child, signal.SIGKILL)
+    assert not left
+
+
+def alive(pid):
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("change", "decision"),
+    [
+        ({}, "on"),
+        ({"device": "cpu"}, "off"),
+        ({"envs": 13}, "off"),  # of 16 cores
+        ({"envs": 12}, "on"),
+        ({"hidden": 1024}, "off"),
+        ({"sight": object()}, "off"),
+        ({"vector": object()}, "off"),
+        ({"eval_beside": "on", "device": "cpu", "envs": 99}, "on"),
+        ({"eval_beside": "off"}, "off"),
+    ],
+)
+def test_where_it_is_left_open(change, decision, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", "auto"))
+    source = SimpleNamespace(vector=change.get("vector"))
+    envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
+    width = change.get("hidden", 256)
+    actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}
+    assert decide(config, source, actor, envs).eval_beside == decision
