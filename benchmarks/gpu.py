@@ -1,9 +1,10 @@
 """The update and the whole loop on a GPU.
 
-    python benchmarks/gpu.py [update] [loop] [start] [chain] [--again]
+    python benchmarks/gpu.py [update] [loop] [whole] [start] [chain] [--again]
 
 update: microseconds for seeds in 1, 2, 4, 10, 32, 128 and products in TF32 and bfloat16, recorded.
 loop:   environment steps a second with 1 and 10 seeds, training without evaluations.
+whole:  the same with an evaluation of ten episodes every 5,000 steps: in turns, and beside training.
 start:  seconds from the command to the first update, with an empty and with a full cache.
 chain:  the kernels of an update, one after another, and what a kernel costs that does next to nothing.
 
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -176,6 +178,25 @@ def steps_per_second(seeds, steps=5_000, rounds=5):
     return rate, rate * seeds
 
 
+def whole(found):
+    for seeds in (1, 10):
+        for name, options in (("in turns", ["--eval-beside", "0"]), ("beside training", [])):
+            name = f"evaluations {name}, {seeds} seeds, tf32"
+            if name not in found:
+                found[name] = with_evaluations(seeds, options)
+                keep(found)
+            each, total = 1e6 / found[name], seeds * found[name]
+            print(f"{name:<42}{each:9.0f} µs a step{total:9.0f} environment steps a second in all", flush=True)
+
+
+def with_evaluations(seeds, options, first=20_000, last=100_000):
+    """Steps a second from one step of a run to the end of its last evaluation."""
+    options = ["--steps", str(last), "--random-steps", "1000", *options]
+    with tempfile.TemporaryDirectory() as out, started(out, seeds, options) as wait_for:
+        began = wait_for(rf'"training", "step": {first},')
+        return (last - first) / (wait_for(rf'"evaluation", "step": {last},') - began)
+
+
 def start(found):
     if "first update, cold" not in found:
         with tempfile.TemporaryDirectory() as cache:
@@ -187,22 +208,36 @@ def start(found):
 
 def first_update(cache):
     """From the command to the first losses in the run's metrics."""
-    command = [sys.executable, "-m", "t3d", "train", ENV, "--seeds", "10", "--random-steps", "10", "--log-every", "1"]
-    command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32", "--eval-episodes", "1"]
-    with tempfile.TemporaryDirectory() as out:
-        metrics, begin = Path(out) / "run" / "metrics.jsonl", time.monotonic()
-        # This process's own caches: the run is to make its own. And bytecode is kept, as where packages were installed.
-        own = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
-        environment = {name: value for name, value in os.environ.items() if name not in own}
+    options = ["--random-steps", "10", "--log-every", "1", "--eval-episodes", "1"]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as out, started(out, 10, options, cache) as wait_for:
+        return wait_for(r'"critic_loss": \d') - begin
+
+
+@contextmanager
+def started(out, seeds, options, cache=None):
+    """A run in a process of its own, and how to wait until its metrics have something in them."""
+    command = [sys.executable, "-m", "t3d", "train", ENV, "--seeds", str(seeds), "--out", f"{out}/run", *options]
+    command += ["--device", "cuda", "--accelerate", "graph", "--precision", "tf32"]
+    # This process's own caches: the run is to make its own. And bytecode is kept, as where packages were installed.
+    own = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    if cache is not None:
         environment["XDG_CACHE_HOME"] = cache
-        run = subprocess.Popen([*command, "--out", f"{out}/run"], env=environment, stdout=subprocess.DEVNULL)
-        while not (metrics.exists() and re.search(r'"critic_loss": \d', metrics.read_text())):
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    metrics = Path(out) / "run" / "metrics.jsonl"
+
+    def wait_for(pattern):
+        while not (metrics.exists() and re.search(pattern, metrics.read_text())):
+            assert run.poll() is None, f"the run ended before its metrics had {pattern}"
             time.sleep(0.05)
-            assert run.poll() is None, "the run ended before its first update"
-        seconds = time.monotonic() - begin
+        return time.monotonic()
+
+    try:
+        yield wait_for
+    finally:
         run.kill()
         run.wait()
-        return seconds
 
 
 def keep(found):
@@ -218,7 +253,7 @@ def keep(found):
 
 
 def main():
-    parts = {"update": update, "loop": loop, "start": start, "chain": chain}
+    parts = {"update": update, "loop": loop, "whole": whole, "start": start, "chain": chain}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     parser.add_argument("--again", action="store_true")

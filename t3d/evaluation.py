@@ -30,6 +30,11 @@ class Players:
     critic: Parameters = field(default_factory=dict)  # if its values are to be compared with the returns that follow
     lens: Parameters = field(default_factory=dict)  # a `Lens`, if actors see observations through one
 
+    def only(self, seeds: slice) -> "Players":
+        """A copy of those of some of the seeds."""
+        actor, lens = ({k: tensor[seeds].clone() for k, tensor in part.items()} for part in (self.actor, self.lens))
+        return Players(actor, {k: tensor[:, seeds].clone() for k, tensor in self.critic.items()}, lens)
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -87,7 +92,7 @@ class Evaluator:
             chosen = networks.actor(actor, batch)
             action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)
-            moved = self.envs.step(action.reshape(len(active), -1), active)
+            moved = self.envs.step(action.reshape(len(active), -1), None if active.all() else active)
             if critic:
                 q = networks.critic(networks.first(critic), batch, chosen).cpu().numpy().reshape(-1)
                 seen.append((q, moved.reward, moved.terminated, moved.valid))
