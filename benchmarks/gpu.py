@@ -180,7 +180,7 @@ def steps_per_second(seeds, steps=5_000, rounds=5):
 
 def whole(found):
     for seeds in (1, 10):
-        for name, options in (("in turns", ["--eval-beside", "0"]), ("beside training", [])):
+        for name, options in (("in turns", ["--eval-beside", "off"]), ("beside training", [])):
             name = f"evaluations {name}, {seeds} seeds, tf32"
             if name not in found:
                 found[name] = with_evaluations(seeds, options)

@@ -1,10 +1,7 @@
-"""Evaluations in processes of their own, on the CPU, while training goes on.
+"""Evaluations in a process of their own, on the CPU, while training goes on.
 
-Places and nothing else: the same episodes would be played here with the same numbers, and are where a process cannot be
-had or ends. What goes wrong in one is found again here, and said here.
-
-Seeds are shared among the processes. A product of all seeds together might round differently, so whoever plays the
-same episodes again shares them in the same way.
+A place and nothing else: the same episodes would be played here with the same numbers, and are where that process
+cannot be had or ends. What goes wrong in it is found again here, and said here.
 """
 
 import os
@@ -17,106 +14,55 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import cloudpickle
-import numpy as np
 import torch
 
 from t3d import networks
 from t3d.accelerate import hardware
-from t3d.config import AUTO, Config
+from t3d.config import Config
 from t3d.envs import EnvBatch, Source
 from t3d.envs.workers import with_pipe
-from t3d.evaluation import Evaluation, Evaluator, Players, Values
+from t3d.evaluation import Evaluation, Evaluator, Players
 from t3d.limits import cores
 from t3d.networks import Network, Parameters
 
 SCRIPT = "import sys; sys.path[:] = sys.argv[2:]; from t3d.beside import serve; serve(int(sys.argv[1]))"
-LARGEST = 2e7  # multiplications for a step of a process, above which a processor would be too slow for a GPU
+LARGEST = 2e7  # multiplications for a step of all episodes, above which a processor would be too slow for a GPU
 
 
 def decide(config: Config, source: Source, actor: Parameters, envs: EnvBatch) -> Config:
-    """Where it is left open: as many processes as can be of use, if a GPU learns, a quarter of the cores has nothing
-    to do, and actors, who act on the CPU then, are small. Not with a vector environment: evaluations have others, and
-    what is wrong with those is to be said before training begins."""
-    if config.eval_beside != AUTO:
+    """Where it is left open: on if a GPU learns, a quarter of the cores has nothing to do, and actors, who act on the
+    CPU then, are small. Not with a vector environment: evaluations have others, and what is wrong with those is to be
+    said before training begins."""
+    if config.eval_beside != "auto":
         return config
-    free = free_cores(envs.count)
-    shared = shares(len(networks.any_of(actor)), free)
-    work = config.eval_episodes * sum(tensor[shared[0]].numel() for tensor in actor.values())
+    work = config.eval_episodes * sum(tensor.numel() for tensor in actor.values())
+    room = 4 * free_cores(envs.count) >= cores()
     known = source.vector is None and envs.sight is None
-    worth = config.device == "cuda" and 4 * free >= cores() and known and work <= LARGEST
-    return replace(config, eval_beside=len(shared) if worth else 0)
-
-
-def free_cores(envs: int) -> int:
-    """Those that so many environments leave alone."""
-    return cores() - min(cores(), envs)
-
-
-def shares(seeds: int, processes: int) -> list[slice]:
-    """Which of the seeds are played together: all of them where there are no processes."""
-    size = -(-seeds // max(1, min(processes, seeds)))
-    return [slice(first, first + size) for first in range(0, seeds, size)]
+    worth = config.device == "cuda" and room and known and work <= LARGEST
+    return replace(config, eval_beside="on" if worth else "off")
 
 
 def evaluator_of(source: Source, seeds: Sequence[int], config: Config, network: Network | None) -> "Evaluator | Beside":
     """Who plays the evaluations of a run."""
-    if config.eval_beside > 0:
+    if config.eval_beside == "on":
         return Beside(source, seeds, config, network)
     return Evaluator(source, seeds, config.eval_episodes, config.gamma)
 
 
 class Beside:
-    """An evaluator that lets the caller go on while others play."""
+    """An evaluator that lets the caller go on while it plays."""
 
     beside = True
 
     def __init__(self, source: Source, seeds: Sequence[int], config: Config, network: Network | None) -> None:
-        self._shares = shares(len(seeds), config.eval_beside)
-        threads = max(1, free_cores(len(seeds) * config.num_envs) // len(self._shares))
-        away = replace(source, vector=None, threads=threads)
-        self._helpers = [Helper(away, source, seeds[share], config, network) for share in self._shares]
-
-    def ask(self, players: Players) -> None:
-        """These are to play; their tensors are on the CPU."""
-        for helper, share in zip(self._helpers, self._shares, strict=True):
-            helper.ask(players.only(share))
-
-    def glance(self) -> Evaluation | None:
-        """What came of it, if it is there already."""
-        return together([helper.glance() for helper in self._helpers])
-
-    def answer(self, stop: Callable[[], bool]) -> Evaluation | None:
-        """What came of it, when it is there; None if told to stop before."""
-        return together([helper.answer(stop) for helper in self._helpers])
-
-    def close(self) -> None:
-        for helper in self._helpers:
-            helper.close()
-
-
-def together(parts: Sequence[Evaluation | None]) -> Evaluation | None:
-    """The evaluations of all seeds as one, if there are all of them."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    returns, lengths = np.concatenate([part.returns for part in known]), np.concatenate([p.lengths for p in known])
-    values = [part.values for part in known if part.values is not None]
-    both = [np.concatenate([getattr(value, name) for value in values]) for name in ("expected", "came") if values]
-    return Evaluation(returns, lengths, Values(*both) if both else None)
-
-
-class Helper:
-    """A process that plays for some of the seeds."""
-
-    def __init__(
-        self, away: Source, source: Source, seeds: Sequence[int], config: Config, network: Network | None
-    ) -> None:
         self._here = partial(Evaluator, source, seeds, config.eval_episodes, config.gamma)
         self._instead: Evaluator | None = None
         self._asked: Players | None = None
         self._came: Evaluation | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        threads = max(1, free_cores(len(seeds) * config.num_envs))
+        away = Source(source.env, source.args, source.pixels, source.stack, threads=threads)
         # Not every environment can be sent, and what is raised then has no common kind.
         with suppress(Exception):
             order = cloudpickle.dumps((os.getpid(), away, list(seeds), config, network))
@@ -165,6 +111,11 @@ class Helper:
             self._process.wait()
         if self._instead is not None:
             self._instead.close()
+
+
+def free_cores(envs: int) -> int:
+    """Those that so many environments leave alone."""
+    return cores() - min(cores(), envs)
 
 
 def serve(descriptor: int) -> None:

@@ -25,7 +25,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 import t3d
 from t3d import api, bench, networks, training
 from t3d.accelerate import hardware
-from t3d.beside import shares
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
 from t3d.display import open_console
 from t3d.envs import open_source
@@ -351,41 +350,34 @@ def evaluate(command: Evaluate) -> None:
 def played(
     run: Run, knobs: Config, policies: dict[int, Policy], episodes: int, allow_module: tuple[str, ...]
 ) -> dict[int, list[float]]:
-    """The returns of each seed's policy, played in the shapes and where the run's own evaluations were."""
+    """The returns of each seed's policy, played in the shape that the run's own evaluations had."""
     source = open_source(run.config["env"], run.config["env_args"], allow_module)
     source = source.seen(knobs.pixels, knobs.frame_stack)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
-    here = knobs.eval_beside > 0 or not torch.cuda.is_available()
+    actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
+    there = knobs.device if knobs.eval_beside != "on" else "cpu"
+    device = there if torch.cuda.is_available() else "cpu"
+    actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
+    lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
+    known = [lens for lens in lenses if lens is not None]
+    lens = {name: torch.cat([getattr(one, name) for one in known]).to(device) for name in Lens._fields if known}
     returns: dict[int, list[float]] = {seed: [] for seed in policies}
-    for share in shares(len(run.seeds), knobs.eval_beside):
-        seeds = run.seeds[share]
-        if not policies.keys() & seeds:
-            continue
-        players = stacked([policies.get(seed, stand_in) for seed in seeds], "cpu" if here else knobs.device)
-        with (
-            hardware(knobs.threads, knobs.precision),
-            networks.using(stand_in.network),
-            closing(Evaluator(source, seeds, knobs.eval_episodes)) as evaluator,
+    with (
+        hardware(knobs.threads, knobs.precision),
+        networks.using(stand_in.network),
+        closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
+    ):
+        if (
+            json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
+            or evaluator.envs.actions.dim != stand_in.actions.dim
         ):
-            if (
-                json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
-                or evaluator.envs.actions.dim != stand_in.actions.dim
-            ):
-                raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
-            for first in range(0, episodes, knobs.eval_episodes):
-                evaluation = evaluator.play(players, first)
-                for seed, scores in zip(seeds, evaluation.returns.tolist(), strict=True):
-                    if seed in policies:
-                        returns[seed] += scores
+            raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
+        for first in range(0, episodes, knobs.eval_episodes):
+            evaluation = evaluator.play(Players(actor, lens=lens), first)
+            for k, seed in enumerate(run.seeds):
+                if seed in policies:
+                    returns[seed] += evaluation.returns[k].tolist()
     return {seed: scores[:episodes] for seed, scores in returns.items()}
-
-
-def stacked(policies: list[Policy], device: str) -> Players:
-    """The policies of several seeds as those who play in an evaluation."""
-    actor = {name: torch.cat([policy.parameters[name] for policy in policies]) for name in policies[0].parameters}
-    lenses = [policy.lens for policy in policies if policy.lens is not None]
-    lens = {name: torch.cat([getattr(one, name) for one in lenses]) for name in Lens._fields if lenses}
-    return Players(*({k: tensor.to(device) for k, tensor in part.items()} for part in (actor, {}, lens)))
 
 
 def doctor(command: Doctor) -> None:

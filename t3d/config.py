@@ -18,7 +18,7 @@ from t3d.steps import Knobs
 
 Preset = Literal["td3", "paper", "documents"]
 
-AUTO = -(2**62)  # a whole number left open, to be decided by rule; nobody types it
+AUTO = -(2**62)  # a whole number left open, for `settle` to decide; nobody types it
 
 
 _RANDOM_STEPS_DEFAULT = "(default: 25000; pendulums, Reacher: 1000; at most a tenth of the steps)"
@@ -76,8 +76,8 @@ class Config(Knobs):
     """Noise-free episodes in an evaluation."""
     eval_values: Literal["off", "on"] = "off"
     """Compare the first critic's values in evaluations with the returns that followed, if no time limit hides them."""
-    eval_beside: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 0; on a GPU by cores)")] = AUTO
-    """Processes that share the seeds and play evaluations, on the CPU, while training goes on; 0: they take turns."""
+    eval_beside: Literal["auto", "on", "off"] = "auto"
+    """Play evaluations on the CPU in a process of its own while training goes on; auto does where a GPU learns."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
     checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"
@@ -141,7 +141,6 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "stall_seconds": (0, 1e6, False),
     "eval_every": (1, 1e12, True),
     "eval_episodes": (1, 10_000, True),
-    "eval_beside": (0, 1024, True),
     "log_every": (1, 1e12, True),
     "threads": (1, 1024, True),
 }
@@ -280,8 +279,6 @@ def check_ranges(config: Config) -> None:
     parse_every(config.checkpoint_every)
     for name, (low, high, closed) in _RANGES.items():
         value = getattr(config, name)
-        if value == AUTO:
-            continue  # decided later
         for number in value if isinstance(value, tuple) else (value,):
             if not (low <= number <= high) or (number == low and not closed):
                 between = f"between {low:g} and {high:g}" if closed else f"above {low:g} and at most {high:g}"

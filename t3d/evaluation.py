@@ -30,11 +30,6 @@ class Players:
     critic: Parameters = field(default_factory=dict)  # if its values are to be compared with the returns that follow
     lens: Parameters = field(default_factory=dict)  # a `Lens`, if actors see observations through one
 
-    def only(self, seeds: slice) -> "Players":
-        """A copy of those of some of the seeds."""
-        actor, lens = ({k: tensor[seeds].clone() for k, tensor in part.items()} for part in (self.actor, self.lens))
-        return Players(actor, {k: tensor[:, seeds].clone() for k, tensor in self.critic.items()}, lens)
-
 
 @dataclass(frozen=True)
 class Evaluation:

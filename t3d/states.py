@@ -153,7 +153,7 @@ def players(state: State, config: Config) -> Players:
         "critic": state.agent.critic if config.eval_values == "on" else {},
         "lens": {} if lens is None else lens._asdict(),
     }
-    device = "cpu" if config.eval_beside > 0 else config.device
+    device = "cpu" if config.eval_beside == "on" else config.device
     return Players(**{part: {k: t.to(device, copy=True) for k, t in own.items()} for part, own in parts.items()})
 
 

@@ -325,8 +325,8 @@ def policy_of(state: State, k: int, playing: Players, config: Config, evaluation
         network=getattr(state.network, "name", None),
         stack=config.frame_stack if state.envs.sight else 1,
     )
-    own = playing.only(slice(k, k + 1))
-    return Policy(own.actor, card, Lens(**own.lens) if own.lens else None)
+    actor, lens = ({name: part[k : k + 1] for name, part in parts.items()} for parts in (playing.actor, playing.lens))
+    return Policy(actor, card, Lens(**lens) if lens else None)
 
 
 def describe(source: Source, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:

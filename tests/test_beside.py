@@ -18,8 +18,8 @@ from killed import KNOBS, end_of, rows_of
 
 import t3d
 from t3d import networks
-from t3d.beside import Beside, decide, shares
-from t3d.config import AUTO, Config, settle
+from t3d.beside import Beside, decide
+from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
 from t3d.evaluation import Evaluator, Players
@@ -34,16 +34,24 @@ def evaluations(run):
 
 def test_the_same_evaluations_and_policies_as_in_turns(tmp_path):
     knobs = {**SMALL, "normalize_obs": "on", "eval_values": "on"}
-    runs = [t3d.train("Pendulum-v1", out=str(tmp_path / str(number)), eval_beside=number, **knobs) for number in (2, 0)]
+    runs = [t3d.train("Pendulum-v1", out=tmp_path / word, eval_beside=word, **knobs) for word in ("on", "off")]
     assert evaluations(runs[0]) == evaluations(runs[1]) and len(evaluations(runs[0])) == 8
     assert end_of(runs[0].path)[-1] == end_of(runs[1].path)[-1]  # the policies
-    assert [run.config["eval_beside"] for run in runs] == [2, 0]
+    assert [run.config["eval_beside"] for run in runs] == ["on", "off"]
     assert runs[0].policy(3, "last").card.step == 300
+
+
+class Locked(Counter):
+    """An environment that can be sent as long as it is not made."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
 
 
 def test_rows_keep_their_order(tmp_path):
     """An evaluation is taken in when the next one is due, and the last two at the end."""
-    run = t3d.train("Pendulum-v1", out=tmp_path / "run", eval_beside=1, log_every=50, **SMALL)
+    run = t3d.train(Locked, out=tmp_path / "run", eval_beside="on", log_every=50, **SMALL)
     told = [(row["kind"], row["step"]) for row in run.metrics if row["seed"] == 3 and row["kind"] != "episode"]
     assert told == [
         *(("training", 50), ("training", 100), ("evaluation", 0), ("training", 150), ("training", 200)),
@@ -57,7 +65,7 @@ def asked():
     opened = []
 
     def open_one(env, obs_dim=2):
-        config = settle(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3, "eval_beside": 1}), "td3", "x", 2)
+        config = settle(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3}), "td3", "x", 2)
         opened.append(Beside(open_source(env), [3, 8], config, None))
         return opened[-1], Players(networks.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
 
@@ -80,11 +88,11 @@ def test_a_process_that_is_killed_is_done_without(asked):
     expected = in_turns(Counter, players)
     evaluator.ask(players)
     assert (evaluator.answer(never).returns == expected.returns).all()
-    evaluator._helpers[0]._process.kill()
-    evaluator._helpers[0]._process.wait()
+    evaluator._process.kill()
+    evaluator._process.wait()
     for _ in range(2):  # the second time without a word
         evaluator.ask(players)
-        if evaluator._helpers[0]._instead is None:
+        if evaluator._instead is None:
             with pytest.warns(UserWarning, match=GONE):
                 evaluation = evaluator.answer(never)
         else:
@@ -133,7 +141,7 @@ def test_it_can_be_told_to_stop_and_looked_at(asked):
     evaluator.ask(players)
     assert evaluator.glance() is None and evaluator.answer(lambda: True) is None
     evaluation = evaluator.answer(never)
-    assert (evaluator.glance().returns == evaluation.returns).all() and (evaluation.lengths == 10).all()
+    assert evaluator.glance() is evaluation and (evaluation.lengths == 10).all()
     evaluator.ask(players)
     assert evaluator.glance() is None  # not the one before
 
@@ -159,7 +167,7 @@ from test_beside import Beside, Config, KNOBS, Players, Slow, networks, open_sou
 config = settle(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", "x", 1)
 evaluator = Beside(open_source(Slow, {{"seconds": 0.5}}), [3], config, None)
 evaluator.ask(Players(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
-print(evaluator._helpers[0]._process.pid, flush=True)
+print(evaluator._process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -191,32 +199,22 @@ def alive(pid):
 @pytest.mark.parametrize(
     ("change", "decision"),
     [
-        ({}, 5),  # of 16 cores ten seeds leave six alone; five processes have two seeds each
-        ({"device": "cpu"}, 0),
-        ({"seeds": 13}, 0),
-        ({"seeds": 12}, 4),
-        ({"seeds": 1}, 1),
-        ({"seeds": 2}, 2),
-        ({"width": 2048}, 0),
-        ({"sight": object()}, 0),
-        ({"vector": object()}, 0),
-        ({"eval_beside": 3, "device": "cpu", "seeds": 99}, 3),
-        ({"eval_beside": 0}, 0),
+        ({}, "on"),
+        ({"device": "cpu"}, "off"),
+        ({"envs": 13}, "off"),  # of 16 cores
+        ({"envs": 12}, "on"),
+        ({"hidden": 1024}, "off"),
+        ({"sight": object()}, "off"),
+        ({"vector": object()}, "off"),
+        ({"eval_beside": "on", "device": "cpu", "envs": 99}, "on"),
+        ({"eval_beside": "off"}, "off"),
     ],
 )
 def test_where_it_is_left_open(change, decision, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", AUTO))
+    config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", "auto"))
     source = SimpleNamespace(vector=change.get("vector"))
-    seeds, width = change.get("seeds", 10), change.get("width", 256)
-    envs = SimpleNamespace(count=seeds, sight=change.get("sight"))
-    actor = {"w1": torch.empty(seeds, 17, width, device="meta"), "w2": torch.empty(seeds, width, width, device="meta")}
+    envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
+    width = change.get("hidden", 256)
+    actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}
     assert decide(config, source, actor, envs).eval_beside == decision
-
-
-def test_every_seed_is_in_one_share():
-    for seeds in range(1, 12):
-        for processes in range(12):
-            parts = [list(range(seeds))[share] for share in shares(seeds, processes)]
-            assert [k for part in parts for k in part] == list(range(seeds)) and len(parts) <= max(1, processes)
-            assert max(map(len, parts)) == -(-seeds // max(1, min(processes, seeds)))

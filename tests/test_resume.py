@@ -85,7 +85,7 @@ CASES = {
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
     "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
     "normalised layers": {"critic_norm": "layer", "update_after": "episode"},
-    "evaluations beside training": {"eval_beside": 2, "normalize_obs": "on", "eval_values": "on"},
+    "evaluations beside training": {"eval_beside": "on", "normalize_obs": "on", "eval_values": "on"},
 }
 
 
@@ -202,7 +202,7 @@ def test_every_number_of_the_state_is_needed(name, tmp_path, monkeypatch):
     if name == "earned":
         knobs["update_after"] = "episode"  # otherwise it follows from the step
     if name.startswith("playing."):
-        knobs |= {"eval_beside": 2, "eval_values": "on"}
+        knobs |= {"eval_beside": "on", "eval_values": "on"}
     if name == "history":
         env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
     if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
