@@ -295,10 +295,11 @@ def headline(state: states.State, preset: str, config: Config, run: Run) -> str:
     where += f", {config.precision}, {MODES[config.accelerate]}"
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
     when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
+    beside = ", evaluations beside training" if config.eval_beside == "on" else ""
     return (
         f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
         f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
-        f" batch {config.batch_size}, {network}\n"
+        f" batch {config.batch_size}, {network}{beside}\n"
         f"memory: {memory / 2**30:.2f} GiB when the replay is full\n"
         f"run folder: {run.path}"
     )

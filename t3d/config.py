@@ -77,7 +77,7 @@ class Config(Knobs):
     eval_values: Literal["off", "on"] = "off"
     """Compare the first critic's values in evaluations with the returns that followed, if no time limit hides them."""
     eval_beside: Literal["auto", "on", "off"] = "auto"
-    """Play evaluations on the CPU in a process of its own while training goes on; auto does where a GPU learns."""
+    """Play evaluations on the CPU, in a process of their own, while training goes on; auto does where a GPU learns."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
     checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"

@@ -91,7 +91,10 @@ CASES = {
 
 ON_GPU = {"device": "cuda", "accelerate": "graph", "overlap": "on"}
 if torch.cuda.is_available():
-    CASES |= {"a GPU": ON_GPU, "a GPU, in bfloat16": {**ON_GPU, "precision": "bf16", "n_step": 3, "num_envs": 2}}
+    CASES |= {
+        "a GPU": {**ON_GPU, "eval_beside": "on"},
+        "a GPU, in bfloat16": {**ON_GPU, "precision": "bf16", "n_step": 3, "num_envs": 2},
+    }
 
 
 @pytest.mark.parametrize("knobs", CASES.values(), ids=CASES)
