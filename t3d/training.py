@@ -54,10 +54,21 @@ def run(
         note(state)
         checkpoints.save(state.step, saved(state), state.memory)
 
+    def ask(playing: Players) -> None:
+        evaluator.ask(playing)
+        if not evaluator.beside or state.step >= config.steps:
+            take_in(playing)  # nothing goes on meanwhile
+
+    def take_in(playing: Players) -> None:
+        evaluation = evaluator.answer(stop)
+        if evaluation is not None:  # else it is still owed
+            record(state, playing, evaluation, config, folder, display)
+            state.playing = None
+
     if state.evaluated < 0:
         save()
     if state.playing is not None:
-        ask(state, state.playing, evaluator, config, folder, display, stop)  # again: nothing came of it before a stop
+        ask(state.playing)  # again: when the run was stopped, nothing had come of it
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
@@ -76,7 +87,13 @@ def run(
         if test and not stop():
             paused = time.perf_counter()
             verbs.flush()
-            evaluate(state, evaluator, config, folder, display, stop)
+            # What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed
+            # step, so that rows keep their order.
+            if state.playing is not None:
+                take_in(state.playing)
+            if not stop():
+                state.playing, state.evaluated = players(state, config), state.step
+                ask(state.playing)
             marked += time.perf_counter() - paused
         if stop() or last:
             break
@@ -233,61 +250,10 @@ def _finite(number: float) -> float | None:
     return number if np.isfinite(number) else None
 
 
-def evaluate(
-    state: State,
-    evaluator: Evaluator | Beside,
-    config: Config,
-    folder: Run,
-    display: Display,
-    stop: Callable[[], bool],
-) -> None:
-    """Have the fixed episodes played with every seed's actor as it is now.
-
-    What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed step, so that
-    rows keep their order.
-    """
-    if state.playing is not None:
-        take_in(state, state.playing, evaluator, config, folder, display, stop)
-    if not stop():
-        state.playing, state.evaluated = players(state, config), state.step
-        ask(state, state.playing, evaluator, config, folder, display, stop)
-
-
-def ask(
-    state: State,
-    playing: Players,
-    evaluator: Evaluator | Beside,
-    config: Config,
-    folder: Run,
-    display: Display,
-    stop: Callable[[], bool],
-) -> None:
-    """Let those play who are to, and wait for them if nothing goes on meanwhile."""
-    evaluator.ask(playing)
-    if not evaluator.beside or state.step >= config.steps:
-        take_in(state, playing, evaluator, config, folder, display, stop)
-
-
-def take_in(
-    state: State,
-    playing: Players,
-    evaluator: Evaluator | Beside,
-    config: Config,
-    folder: Run,
-    display: Display,
-    stop: Callable[[], bool],
-) -> None:
-    """Record what came of an evaluation, unless told to stop before: then it is still owed."""
-    evaluation = evaluator.answer(stop)
-    if evaluation is not None:
-        record(state, playing, evaluation, config, folder, display)
-        state.playing = None
-
-
 def record(
     state: State, playing: Players, evaluation: Evaluation, config: Config, folder: Run, display: Display
 ) -> None:
-    """The rows of an evaluation, and the best and the last policies."""
+    """The rows of an evaluation of every seed's actor, and the best and the last policies."""
     rows = []
     for k, seed in enumerate(state.seeds):
         returns, lengths = evaluation.returns[k].tolist(), evaluation.lengths[k].tolist()
