@@ -180,18 +180,18 @@ def steps_per_second(seeds, steps=5_000, rounds=5):
 
 def whole(found):
     for seeds in (1, 10):
-        for name, options in (("in turns", ["--eval-beside", "off"]), ("beside training", [])):
+        for name, beside in (("in turns", "off"), ("beside training", "on")):
             name = f"evaluations {name}, {seeds} seeds, tf32"
             if name not in found:
-                found[name] = with_evaluations(seeds, options)
+                found[name] = with_evaluations(seeds, beside)
                 keep(found)
             each, total = 1e6 / found[name], seeds * found[name]
             print(f"{name:<42}{each:9.0f} µs a step{total:9.0f} environment steps a second in all", flush=True)
 
 
-def with_evaluations(seeds, options, first=20_000, last=100_000):
+def with_evaluations(seeds, beside, first=20_000, last=100_000):
     """Steps a second from one step of a run to the end of its last evaluation."""
-    options = ["--steps", str(last), "--random-steps", "1000", *options]
+    options = ["--steps", str(last), "--random-steps", "1000", "--eval-beside", beside]
     with tempfile.TemporaryDirectory() as out, started(out, seeds, options) as wait_for:
         began = wait_for(rf'"training", "step": {first},')
         return (last - first) / (wait_for(rf'"evaluation", "step": {last},') - began)

@@ -159,7 +159,7 @@ def resume(
                 closing(Checkpoints(run.path, training.about(config))) as checkpoints,
             ):
                 take_up(state, config, run, display, checkpoints)
-                if state.step >= config.steps and state.evaluated == state.step and state.playing is None:
+                if training.finished(state, config):
                     display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
                     learning_curve(run)
                     return run
@@ -225,7 +225,7 @@ def go_on(
         finally:
             if run.evaluations:
                 learning_curve(run)
-    if stop.signal is not None and (state.step < config.steps or state.evaluated < state.step or state.playing):
+    if stop.signal is not None and not training.finished(state, config):
         display.say(f"Stopped and saved at step {state.step:,}. To go on: t3d resume {run.path}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt

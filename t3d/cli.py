@@ -355,8 +355,8 @@ def played(
     source = source.seen(knobs.pixels, knobs.frame_stack)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
-    there = knobs.device if knobs.eval_beside != "on" else "cpu"
-    device = there if torch.cuda.is_available() else "cpu"
+    there = knobs.device == "cuda" and knobs.eval_beside != "on" and torch.cuda.is_available()
+    device = "cuda" if there else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
     lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
     known = [lens for lens in lenses if lens is not None]
@@ -365,7 +365,7 @@ def played(
     with (
         hardware(knobs.threads, knobs.precision),
         networks.using(stand_in.network),
-        closing(Evaluator(source, run.seeds, knobs.eval_episodes)) as evaluator,
+        closing(Evaluator(source, run.seeds, knobs.eval_episodes, knobs.gamma)) as evaluator,
     ):
         if (
             json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)

@@ -27,7 +27,7 @@ class Players:
     """Who plays in an evaluation: every seed's actor, and what belongs to it."""
 
     actor: Parameters
-    critic: Parameters = field(default_factory=dict)  # if its values are to be compared with the returns that follow
+    critic: Parameters = field(default_factory=dict)  # one, if its values are to be compared with what comes after them
     lens: Parameters = field(default_factory=dict)  # a `Lens`, if actors see observations through one
 
 
@@ -53,10 +53,9 @@ class Evaluator:
 
     beside = False  # they are played when the answer is called for
 
-    def __init__(self, source: Source, seeds: Sequence[int], episodes: int, gamma: float = 0.99) -> None:
+    def __init__(self, source: Source, seeds: Sequence[int], episodes: int, gamma: float) -> None:
         self.seeds, self.episodes, self.gamma = list(seeds), episodes, gamma
         self._first_episode = 0
-        self._asked: Players | None = None
         self.envs = source.batch(len(self.seeds) * episodes, self._episode_seed)
 
     def _episode_seed(self, env: int, _: int) -> int:
@@ -89,7 +88,7 @@ class Evaluator:
             refuse_divergence(action, self.seeds)
             moved = self.envs.step(action.reshape(len(active), -1), None if active.all() else active)
             if critic:
-                q = networks.critic(networks.first(critic), batch, chosen).cpu().numpy().reshape(-1)
+                q = networks.critic(critic, batch, chosen).cpu().numpy().reshape(-1)
                 seen.append((q, moved.reward, moved.terminated, moved.valid))
             returns += moved.reward
             lengths += moved.valid
@@ -100,17 +99,15 @@ class Evaluator:
         return Evaluation(returns.reshape(shape), lengths.reshape(shape), values)
 
     def ask(self, players: Players) -> None:
-        """These are to play."""
-        self._asked = players
+        """Nothing happens before the answer is called for."""
 
     def glance(self) -> Evaluation | None:
         """What came of it, if it is there already."""
         return None
 
-    def answer(self, stop: Callable[[], bool]) -> Evaluation | None:
-        """What came of it; None if told to stop before it was over."""
-        assert self._asked is not None, "somebody has to be asked first"
-        evaluation = self.play(self._asked, stop=stop)
+    def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
+        """What came of those who were asked to play; None if told to stop before it was over."""
+        evaluation = self.play(players, stop=stop)
         return None if stop() else evaluation
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Shapes: S seeds, N environments a seed.
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class State:
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
-    playing: Players | None = None  # those of that step, if what they play beside training is not taken in yet
+    playing: Players | None = None  # those who play in it, until what came of it is recorded
 
     def close(self) -> None:
         """Let go of the environments."""
@@ -150,7 +150,7 @@ def players(state: State, config: Config) -> Players:
     lens = state.memory.lens()
     parts = {
         "actor": state.agent.actor,
-        "critic": state.agent.critic if config.eval_values == "on" else {},
+        "critic": networks.first(state.agent.critic) if config.eval_values == "on" else {},
         "lens": {} if lens is None else lens._asdict(),
     }
     device = "cpu" if config.eval_beside == "on" else config.device
@@ -288,4 +288,5 @@ def peak_memory(state: State) -> int:
 
 def disk_needed(state: State) -> int:
     """Bytes that checkpoints will take at most: the rows, twice while they are put together, and three states."""
-    return 2 * state.memory.nbytes + 3 * sum(tensor.nbytes for tensor in saved(state).values())
+    most = saved(replace(state, playing=Players(state.agent.actor, state.agent.critic)))
+    return 2 * state.memory.nbytes + 3 * sum(tensor.nbytes for tensor in most.values())

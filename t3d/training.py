@@ -54,13 +54,8 @@ def run(
         note(state)
         checkpoints.save(state.step, saved(state), state.memory)
 
-    def ask(playing: Players) -> None:
-        evaluator.ask(playing)
-        if not evaluator.beside or state.step >= config.steps:
-            take_in(playing)  # nothing goes on meanwhile
-
     def take_in(playing: Players) -> None:
-        evaluation = evaluator.answer(stop)
+        evaluation = evaluator.answer(playing, stop)
         if evaluation is not None:  # else it is still owed
             record(state, playing, evaluation, config, folder, display)
             state.playing = None
@@ -68,7 +63,7 @@ def run(
     if state.evaluated < 0:
         save()
     if state.playing is not None:
-        ask(state.playing)  # again: when the run was stopped, nothing had come of it
+        evaluator.ask(state.playing)  # again: when the run was stopped, what came of it was not recorded
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
@@ -84,17 +79,18 @@ def run(
             folder.record(rows)
             if early := evaluator.glance():
                 display.evaluated(state.evaluated, early)
+        # What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed step, so
+        # that rows keep their order.
+        paused = time.perf_counter()
+        if test and not stop() and state.playing is not None:
+            take_in(state.playing)
         if test and not stop():
-            paused = time.perf_counter()
             verbs.flush()
-            # What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed
-            # step, so that rows keep their order.
-            if state.playing is not None:
-                take_in(state.playing)
-            if not stop():
-                state.playing, state.evaluated = players(state, config), state.step
-                ask(state.playing)
-            marked += time.perf_counter() - paused
+            state.playing, state.evaluated = players(state, config), state.step
+            evaluator.ask(state.playing)
+        if state.playing is not None and (last or not evaluator.beside) and not stop():
+            take_in(state.playing)
+        marked += time.perf_counter() - paused
         if stop() or last:
             break
         # Counted in steps, training waits for the disk, so that never more than so many are done again; counted in
@@ -109,6 +105,11 @@ def run(
         display.advance(state.step, state.envs.lost)
     save()
     checkpoints.wait()
+
+
+def finished(state: State, config: Config) -> bool:
+    """Whether nothing is left to do."""
+    return state.step >= config.steps and state.evaluated == state.step and state.playing is None
 
 
 def due(before: int, now: int, every: int) -> bool:

@@ -202,7 +202,9 @@ def cases(kills, tasks):
                 same = end_of(path) == end_of(whole)
             total += done
             how = ", ".join(
-                f"{name} {knobs[name]}" for name in ("num_envs", "accelerate", "precision") if name in knobs
+                f"{name} {knobs[name]}"
+                for name in ("num_envs", "eval_beside", "accelerate", "precision")
+                if name in knobs
             )
             print(f"{env:<16}{how:<48}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
             assert same
@@ -211,7 +213,8 @@ def cases(kills, tasks):
 
 def everywhere(kills):
     envs = ("Pendulum-v1", "HalfCheetah-v5", "Ant-v5", "Hopper-v5")
-    modes = [{"num_envs": envs, "accelerate": mode} for envs in (1, 4) for mode in ("eager", "compile")]
+    ways = ({"num_envs": 1}, {"num_envs": 4, "eval_beside": "on"})
+    modes = [{**way, "accelerate": mode} for way in ways for mode in ("eager", "compile")]
     cases(kills, [(env, mode) for env in envs for mode in modes])
 
 

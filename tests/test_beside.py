@@ -25,7 +25,7 @@ from t3d.envs import open_source
 from t3d.evaluation import Evaluator, Players
 
 SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
-GONE = "there is no process for evaluations: they take turns with training."
+GONE = r"there is no process for evaluations \({}.*\): they take turns with training."
 
 
 def evaluations(run):
@@ -33,9 +33,11 @@ def evaluations(run):
 
 
 def test_the_same_evaluations_and_policies_as_in_turns(tmp_path):
-    knobs = {**SMALL, "normalize_obs": "on", "eval_values": "on"}
+    # With this gamma the time limit does not hide what is to be compared with the critics' values.
+    knobs = {**SMALL, "normalize_obs": "on", "eval_values": "on", "gamma": 0.9}
     runs = [t3d.train("Pendulum-v1", out=tmp_path / word, eval_beside=word, **knobs) for word in ("on", "off")]
     assert evaluations(runs[0]) == evaluations(runs[1]) and len(evaluations(runs[0])) == 8
+    assert all(row["expected"] is not None and row["came"] < 0 for row in evaluations(runs[0]))
     assert end_of(runs[0].path)[-1] == end_of(runs[1].path)[-1]  # the policies
     assert [run.config["eval_beside"] for run in runs] == ["on", "off"]
     assert runs[0].policy(3, "last").card.step == 300
@@ -75,7 +77,7 @@ def asked():
 
 
 def in_turns(env, players):
-    with closing(Evaluator(open_source(env), [3, 8], 3)) as evaluator:
+    with closing(Evaluator(open_source(env), [3, 8], 3, gamma=0.99)) as evaluator:
         return evaluator.play(players)
 
 
@@ -87,17 +89,23 @@ def test_a_process_that_is_killed_is_done_without(asked):
     evaluator, players = asked(Counter)
     expected = in_turns(Counter, players)
     evaluator.ask(players)
-    assert (evaluator.answer(never).returns == expected.returns).all()
+    assert (evaluator.answer(players, never).returns == expected.returns).all()
     evaluator._process.kill()
     evaluator._process.wait()
-    for _ in range(2):  # the second time without a word
+    with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
         evaluator.ask(players)
-        if evaluator._instead is None:
-            with pytest.warns(UserWarning, match=GONE):
-                evaluation = evaluator.answer(never)
-        else:
-            evaluation = evaluator.answer(never)
+    for _ in range(2):
+        evaluation = evaluator.answer(players, never)
         assert (evaluation.returns == expected.returns).all() and (evaluation.lengths == 10).all()
+        evaluator.ask(players)
+
+
+def test_who_is_told_to_stop_does_not_begin_to_play_instead(asked):
+    evaluator, players = asked(Counter)
+    evaluator._process.kill()
+    with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
+        assert evaluator.answer(players, lambda: True) is None
+    assert evaluator._instead is None
 
 
 def test_an_environment_that_cannot_be_sent(asked):
@@ -107,10 +115,10 @@ def test_an_environment_that_cannot_be_sent(asked):
         with lock:
             return Counter()
 
-    evaluator, players = asked(locked)
+    with pytest.warns(UserWarning, match=GONE.format("TypeError: cannot pickle")):
+        evaluator, players = asked(locked)
     evaluator.ask(players)
-    with pytest.warns(UserWarning, match=GONE):
-        assert (evaluator.answer(never).returns == in_turns(Counter, players).returns).all()
+    assert (evaluator.answer(players, never).returns == in_turns(Counter, players).returns).all()
 
 
 class Poisoned(Counter):
@@ -122,8 +130,11 @@ class Poisoned(Counter):
 def test_what_goes_wrong_there_is_said_here(asked):
     evaluator, players = asked(Poisoned)
     evaluator.ask(players)
-    with pytest.warns(UserWarning, match=GONE), pytest.raises(t3d.T3DError, match="the reward is nan"):
-        evaluator.answer(never)
+    with (
+        pytest.warns(UserWarning, match=GONE.format("T3DError: Poisoned.*the reward is nan")),
+        pytest.raises(t3d.T3DError, match="the reward is nan"),
+    ):
+        evaluator.answer(players, never)
 
 
 class Slow(Counter):
@@ -139,8 +150,8 @@ class Slow(Counter):
 def test_it_can_be_told_to_stop_and_looked_at(asked):
     evaluator, players = asked(Slow)
     evaluator.ask(players)
-    assert evaluator.glance() is None and evaluator.answer(lambda: True) is None
-    evaluation = evaluator.answer(never)
+    assert evaluator.glance() is None and evaluator.answer(players, lambda: True) is None
+    evaluation = evaluator.answer(players, never)
     assert evaluator.glance() is evaluation and (evaluation.lengths == 10).all()
     evaluator.ask(players)
     assert evaluator.glance() is None  # not the one before
@@ -168,7 +179,7 @@ config = settle(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", 
 evaluator = Beside(open_source(Slow, {{"seconds": 0.5}}), [3], config, None)
 evaluator.ask(Players(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
 print(evaluator._process.pid, flush=True)
-time.sleep(60)
+evaluator.answer(None, lambda: False)
 """
 
 
@@ -176,7 +187,7 @@ def test_nobody_is_left_behind_when_the_run_is_killed():
     script = ORPHAN.format(tests=str(Path(__file__).parent))
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
-    time.sleep(3.0)  # in the middle of its episodes, which take 15 seconds
+    time.sleep(3.0)  # in the middle of its episodes, which take 15 seconds, or still on the way to them
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -206,6 +217,7 @@ def alive(pid):
         ({"hidden": 1024}, "off"),
         ({"sight": object()}, "off"),
         ({"vector": object()}, "off"),
+        ({"from_python": True}, "off"),
         ({"eval_beside": "on", "device": "cpu", "envs": 99}, "on"),
         ({"eval_beside": "off"}, "off"),
     ],
@@ -213,7 +225,7 @@ def alive(pid):
 def test_where_it_is_left_open(change, decision, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", "auto"))
-    source = SimpleNamespace(vector=change.get("vector"))
+    source = SimpleNamespace(vector=change.get("vector"), from_python=change.get("from_python", False))
     envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
     width = change.get("hidden", 256)
     actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}

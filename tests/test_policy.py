@@ -129,7 +129,7 @@ class Recorder(Probe):
 def recorded():
     """An evaluator over two seeds and three episodes each, its actors, and what the environments saw."""
     Recorder.seeds, Recorder.actions = [], []
-    evaluator = Evaluator(open_source(Recorder), [3, 8], 3)
+    evaluator = Evaluator(open_source(Recorder), [3, 8], 3, gamma=0.99)
     return evaluator, networks.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from counter import Counter
 from killed import KNOBS, SMALL, end_of
 from scripted import Dot, Reach, Scripted
 
@@ -85,7 +86,7 @@ CASES = {
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
     "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
     "normalised layers": {"critic_norm": "layer", "update_after": "episode"},
-    "evaluations beside training": {"eval_beside": "on", "normalize_obs": "on", "eval_values": "on"},
+    "evaluations beside training": {"eval_beside": "on", "normalize_obs": "on", "eval_values": "on", "gamma": 0.9},
 }
 
 
@@ -189,23 +190,37 @@ def names_of_state():
         state, _ = begin(env, (3,), n_step=3, normalize_obs="on")
         state.envs.close()
         names |= {name for name in states.saved(state) if "eye" not in name or env != Dot}
-    return sorted(names | {"playing.actor.w1", "playing.lens.shift"})
+    return sorted(names | {"playing.actor.w1", "playing.critic.w1", "playing.lens.shift"})
 
 
-def refuse(*_, **__):
-    raise OSError
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Evaluations beside training are played here: processes take their time to start, and give the same."""
+
+    def refuse(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr("t3d.beside.with_pipe", refuse)
+
+
+@pytest.mark.filterwarnings("ignore:there is no process for evaluations")
+@pytest.mark.parametrize("beside", ["on", "off"])
+def test_rows_keep_their_order_wherever_a_run_is_stopped(beside, tmp_path, no_processes):
+    knobs = {"eval_beside": beside, "steps": 16, "eval_every": 6, "log_every": 4, "random_steps": 6}
+    whole = play(tmp_path / "whole", Counter, (3,), (), **knobs)
+    for after in range(0, 75, 1 if beside == "on" else 4):  # "stop?" is not asked more often
+        assert play(tmp_path / str(after), Counter, (3,), (after,), **knobs) == whole, after
 
 
 @pytest.mark.filterwarnings("ignore:there is no process for evaluations")
 @pytest.mark.parametrize("name", names_of_state())
-def test_every_number_of_the_state_is_needed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("t3d.beside.with_pipe", refuse)  # it takes its time to start, and gives the same
+def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
     knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
     env, stop = "Pendulum-v1", 300
     if name == "earned":
         knobs["update_after"] = "episode"  # otherwise it follows from the step
     if name.startswith("playing."):
-        knobs |= {"eval_beside": "on", "eval_values": "on"}
+        knobs |= {"eval_beside": "on", "eval_values": "on", "gamma": 0.9}
     if name == "history":
         env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
     if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
