@@ -222,7 +222,7 @@ def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
     if name.startswith("playing."):
         knobs |= {"eval_beside": "on", "eval_values": "on", "gamma": 0.9}
     if name == "history":
-        env, stop, knobs = Reach, 180, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
+        env, stop, knobs = Reach, 184, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
     if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
         env, knobs = Dot, {**knobs, "buffer_size": 40}
     whole = play(tmp_path / "whole", env, (3,), (), **knobs)
