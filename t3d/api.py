@@ -15,7 +15,7 @@ from gymnasium.vector import VectorEnv
 
 from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
-from t3d.beside import Beside, decide, evaluator_of
+from t3d.beside import Beside, decide_eval_beside, evaluator_of
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source
@@ -101,7 +101,7 @@ def start(
     source = source.seen(config.pixels, config.frame_stack)
     with hardware(config.threads, config.precision):
         state = states.begin(source, seeds, config, network)
-        config = decide(config, source, state.agent.actor, state.envs)
+        config = decide_eval_beside(config, source, state.agent.actor, state.envs)
         with (
             closing(state),
             networks.using(state.network),

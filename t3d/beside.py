@@ -29,7 +29,7 @@ SCRIPT = "import sys; sys.path[:] = sys.argv[2:]; from t3d.beside import serve; 
 LARGEST = 2e7  # multiplications for a step of all episodes, above which a processor would be too slow for a GPU
 
 
-def decide(config: Config, source: Source, actor: Parameters, envs: EnvBatch) -> Config:
+def decide_eval_beside(config: Config, source: Source, actor: Parameters, envs: EnvBatch) -> Config:
     """Where it is left open: on if a GPU learns, a quarter of the cores has nothing to do, and actors, who act on the
     CPU then, are small; and only for environments that have an id, and so are the same in any process."""
     if config.eval_beside != "auto":

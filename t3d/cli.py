@@ -355,8 +355,7 @@ def played(
     source = source.seen(knobs.pixels, knobs.frame_stack)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
-    there = knobs.device == "cuda" and knobs.eval_beside != "on" and torch.cuda.is_available()
-    device = "cuda" if there else "cpu"
+    device = "cuda" if knobs.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
     lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
     known = [lens for lens in lenses if lens is not None]

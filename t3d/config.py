@@ -93,6 +93,11 @@ class Config(Knobs):
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Of matrix products alone: tf32 is for GPUs, bf16 for processors and GPUs that have it."""
 
+    @property
+    def eval_device(self) -> str:
+        """Where evaluations are played: beside training on the CPU."""
+        return "cpu" if self.eval_beside == "on" else self.device
+
 
 PRESETS: dict[Preset, Config] = {
     # The authors' code since 2019.

@@ -146,15 +146,15 @@ def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
 
 
 def players(state: State, config: Config) -> Players:
-    """A copy of who plays in an evaluation now, where it will be played: beside training, on the CPU."""
+    """A copy of who plays in an evaluation now, where it will be played."""
     lens = state.memory.lens()
     parts = {
         "actor": state.agent.actor,
         "critic": networks.first(state.agent.critic) if config.eval_values == "on" else {},
         "lens": {} if lens is None else lens._asdict(),
     }
-    device = "cpu" if config.eval_beside == "on" else config.device
-    return Players(**{part: {k: t.to(device, copy=True) for k, t in own.items()} for part, own in parts.items()})
+    where = config.eval_device
+    return Players(**{part: {k: t.to(where, copy=True) for k, t in own.items()} for part, own in parts.items()})
 
 
 def saved(state: State) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from killed import KNOBS, end_of, rows_of
 
 import t3d
 from t3d import networks
-from t3d.beside import Beside, decide
+from t3d.beside import Beside, decide_eval_beside
 from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
@@ -49,6 +49,11 @@ class Locked(Counter):
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
+
+
+def test_where_evaluations_are_played():
+    devices = [Config(device="cuda", eval_beside=word).eval_device for word in ("on", "off", "auto")]
+    assert devices == ["cpu", "cuda", "cuda"]
 
 
 def test_rows_keep_their_order(tmp_path):
@@ -229,4 +234,4 @@ def test_where_it_is_left_open(change, decision, monkeypatch):
     envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
     width = change.get("hidden", 256)
     actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}
-    assert decide(config, source, actor, envs).eval_beside == decision
+    assert decide_eval_beside(config, source, actor, envs).eval_beside == decision
