@@ -4,36 +4,38 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence, Sized
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+from gymnasium import Env
 from gymnasium.vector import VectorEnv
 
 from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
 from t3d.beside import Beside, decide_eval_beside, evaluator_of
-from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, settle
+from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, refuse_too_many, settle
 from t3d.display import Display
-from t3d.envs import Maker, Source, open_source
-from t3d.errors import T3DError, nearest
-from t3d.evaluation import Evaluator
+from t3d.envs import Maker, Source, open_source, refuse_paths
+from t3d.errors import T3DError, command, nearest, shown
+from t3d.evaluation import Evaluator, NoEvaluator
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.modules import Network, as_network, own_network
 from t3d.policy import Policy, read_policy
 from t3d.runs.checkpoints import Checkpoints
-from t3d.runs.folder import NOT_KNOBS, Run, Which, claim, refuse_used
+from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_KNOBS, Run, Which, claim, refuse_used
+from t3d.runs.manifest import newest_manifest
 from t3d.runs.report import learning_curve
 
-MOST_SEEDS = 10_000
 MODES = {"eager": "eager", "compile": "compiled", "graph": "compiled and recorded"}
 
 
 def train(
-    env: str | Maker | VectorEnv[Any, Any, Any],
+    env: "str | Maker | Env[Any, Any] | VectorEnv[Any, Any, Any]",
     steps: float | None = None,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
@@ -48,9 +50,10 @@ def train(
     """Train T3D and return the run.
 
     `env` is a Gymnasium id, anything that makes an environment when called, with `env_args` if given, or a
-    Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations; `seeds` a number of seeds
-    (0, 1, …) or the seeds themselves; `out` the run folder; `network` a network of your own (`t3d.modules`);
-    `config` any knob of `t3d train --help`.
+    Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations. It may be an environment
+    itself, which counts as a real one (`real_env`): it is not copied. `seeds` is a number of seeds (0, 1, …) or the
+    seeds themselves; `out` the run folder; `network` a network of your own (`t3d.modules`); `config` any knob of
+    `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
@@ -74,7 +77,7 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
         raise T3DError(f"seeds cannot be {seeds!r}: it is how many, or a list of whole numbers.") from error
     if len(set(listed)) < len(listed):
         raise T3DError(f"the same seed twice gives the same run twice; seeds are {listed}.")
-    if not all(0 <= seed < 2**62 for seed in listed):
+    if not all(0 <= seed <= LARGEST_SEED for seed in listed):
         raise T3DError(f"a seed is a whole number from 0 to 2^62 - 1; seeds are {listed}.")
     return listed
 
@@ -89,16 +92,29 @@ def start(
     network: Network | None = None,
 ) -> Run:
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
-    name = source.name
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
-    config = settle(config, preset, name, len(seeds))
+    source = source.seen(config.pixels, config.frame_stack)
+    with closing(source):
+        source = source.as_real(config.real_env)
+        config = settle(replace(config, real_env=source.real), preset, source.name, len(seeds))
+        return _start(source, seeds, config, preset, out, progress, network)
+
+
+def _start(
+    source: Source,
+    seeds: list[int],
+    config: Config,
+    preset: Preset,
+    out: str | Path | None,
+    progress: bool,
+    network: Network | None,
+) -> Run:
     if network is not None and config.critic_norm != "none":
         raise T3DError("--critic-norm is for the networks of the package; a network of your own can have its own.")
     if network is not None and config.precision == "bf16":
         raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
-    display = Display(config.steps, seeds, config.random_steps, quiet=not progress)
-    source = source.seen(config.pixels, config.frame_stack)
+    display = Display(config.steps, seeds, config.random_steps, quiet=not progress, evaluated=bool(config.eval_every))
     with hardware(config.threads, config.precision):
         state = states.begin(source, seeds, config, network)
         config = decide_eval_beside(config, source, state.agent.actor, state.envs)
@@ -108,13 +124,16 @@ def start(
             closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
         ):
             verbs, config = ready(state, config, display)
-            run = Run(claim(out, name))
-            with run.lock():
+            run = Run(claim(out, source.name))
+            with run.lock(), closing(run.log):
                 run.begin(training.describe(source, preset, seeds, config, network))
-                display.say(headline(state, preset, config, run))
+                for line in headline(state, preset, config, run):
+                    display.say(line)
+                for sentence in files.promises_off():
+                    display.say(sentence)
                 if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
-                with closing(Checkpoints(run.path, training.about(config))) as checkpoints:
+                with closing(Checkpoints(run.path, run.log, training.about(config), display.say)) as checkpoints:
                     go_on(state, verbs, evaluator, config, run, display, checkpoints)
     return run
 
@@ -123,45 +142,65 @@ def resume(
     run: str | Path | Run,
     steps: float | None = None,
     *,
-    env: Maker | None = None,
+    env: "Maker | Env[Any, Any] | None" = None,
     network: Any = None,
+    on_env_error: Literal["stop", "cut"] | None = None,
+    max_env_errors: int | None = None,
     allow_modules: Sequence[str] = (),
+    allow_env_args: bool = False,
     progress: bool = True,
 ) -> Run:
     """Go on with a run where its newest whole checkpoint was made, to `steps` if more are given.
 
-    `env` makes the environments of a run whose environment was made by a function in Python; `network` is what it
-    was trained with, if that was a network of your own.
+    `env` makes the environments of a run whose environment was made by a function in Python, or is it itself where it
+    is real; `network` is what it was trained with, if that was a network of your own. `on_env_error` and
+    `max_env_errors` take the place of what the run had. What the run's file asks to import (`allow_modules`), and the
+    paths and modules that it would hand to the environment (`allow_env_args`), must be allowed by name.
     """
     run = Run.open(run)
     where = str(run.path / "config.json")
-    with run.lock():
+    with run.lock(), closing(run.log):
         config = from_values({k: v for k, v in run.config.items() if k not in NOT_KNOBS}, Config(), where)
-        if steps is not None:
-            config = longer(config, from_values({"steps": steps}, config, "resume()").steps, run)
+        given = {"steps": steps, "on_env_error": on_env_error, "max_env_errors": max_env_errors}
+        changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
         check_ranges(config)
+        check_ranges(changed)
+        if changed.steps < config.steps:
+            raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
+        config = changed
         refuse_hardware(config)
+        refuse_too_many(config, len(run.seeds))
+        refuse_other_sizes(run, config)
         if run.config.get("callable") and env is None:
             raise T3DError(
                 f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
                 " bring back; use t3d.resume(run, env=...) from Python."
             )
         own = own_network(run.config.get("network"), network, f"{run.path}")
-        source = open_source(env or run.config["env"], run.config["env_args"], tuple(allow_modules))
+        if not allow_env_args:
+            refuse_paths(run.config["env_args"], where)
+        source = open_source(run.config["env"] if env is None else env, run.config["env_args"], tuple(allow_modules))
+        if source.real and not config.real_env:
+            raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
         source = source.seen(config.pixels, config.frame_stack)
-        display = Display(config.steps, run.seeds, config.random_steps, quiet=not progress)
-        with hardware(config.threads, config.precision):
-            state = states.begin(source, run.seeds, config, own)
+        quiet = not progress
+        display = Display(config.steps, run.seeds, config.random_steps, quiet=quiet, evaluated=bool(config.eval_every))
+        with closing(source), hardware(config.threads, config.precision):
+            source = source.as_real(config.real_env)
+            if source.real and not config.real_env:
+                raise T3DError(f"{run.path} was not begun on a real environment, and this one says that it is real.")
+            state = states.make(source, run.seeds, config, own)
             with (
                 closing(state),
                 networks.using(state.network),
                 closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
-                closing(Checkpoints(run.path, training.about(config))) as checkpoints,
+                closing(Checkpoints(run.path, run.log, training.about(config), display.say)) as checkpoints,
             ):
                 take_up(state, config, run, display, checkpoints)
+                run.update_config({name: getattr(config, name) for name in given})
                 if training.finished(state, config):
                     display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
-                    learning_curve(run)
+                    draw(run, display.say)
                     return run
                 verbs, ready_config = ready(state, config, display)
                 if ready_config != config:
@@ -170,35 +209,53 @@ def resume(
     return run
 
 
-def longer(config: Config, steps: int, run: Run) -> Config:
-    """The same run with more steps, and config.json with them."""
-    if steps < config.steps:
-        raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
-    if steps > config.steps:
-        config = replace(config, steps=steps)
-        files.write_json(run.path / "config.json", {**run.config, "steps": steps})
-    return config
+def refuse_other_sizes(run: Run, config: Config) -> None:
+    """Refuse settings that do not fit the newest checkpoint before anything of their size is made."""
+    newest = newest_manifest(run.path, len(run.seeds))
+    shapes = newest[1] if newest else {}
+    asked: dict[str, Any] = {"num_envs": config.num_envs, "critics": config.critics, "seeds": len(run.seeds)}
+    found: dict[str, Any] = dict(zip(("seeds", "num_envs"), shapes.get("episode_length", ()), strict=False))
+    layers = [shapes[f"agent.actor.w{i}"][-1] for i in range(1, 99) if shapes.get(f"agent.actor.w{i}")]
+    if layers:
+        asked |= {"hidden": list(config.hidden)}
+        found |= {"hidden": layers[:-1]}
+    for name, value in found.items():
+        if value != asked[name]:
+            raise T3DError(
+                f"{run.path}: config.json has {name} {asked[name]}, and the newest checkpoint {shown(value)}."
+            )
 
 
 def take_up(state: states.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
     """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
-    found, skipped = checkpoints.newest()
-    for sentence in skipped:
-        display.say(sentence)
-    reached = max((row["step"] for row in run.metrics), default=0)
+    found = checkpoints.newest(state.memory, states.most_state(state))
     if found is None and checkpoints.written():
-        raise T3DError(f"no checkpoint of {run.path} is whole. " + " ".join(skipped))
+        raise T3DError(
+            f"no checkpoint of {run.path} is whole: there is nothing to go on from. Its policies can still be used:"
+            f" {command('evaluate', run.path)}"
+        )
     if found is None:
         display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
-        run.restart()
+        checkpoints.discard_unfinished()
+        run.log.begin()
+        states.first_reset(state)
         return
+    run.log.say = display.say
+    reached = max((row["step"] for row in run.log.rows()), default=0)
     for name, now in training.about(config).items():
         if found.about.get(name) != now:
-            display.say(f"{name} was {found.about.get(name)} and is {now}: the run goes on, but not bit for bit.")
-    missed = states.restore(state, checkpoints.load(found, state.memory), found.folder, config)
+            before = shown(found.about.get(name))
+            display.say(f"{name} was {before} and is {now!r}: the run goes on, but not bit for bit.")
+    folder = run.path / "checkpoints" / f"step-{found.step}"
+    missed = states.restore(state, checkpoints.load(found, state.memory), folder, config, display.say)
     redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
     display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
-    if missed.any():
+    if config.real_env:
+        display.say(
+            "The environment is real, so nothing is replayed: the episode under way is cut here, and the run goes on,"
+            " but not bit for bit."
+        )
+    elif missed.any():
         display.say(
             f"{int(missed.sum())} of {missed.size} environments did not come back to where they were: their episodes"
             " are cut here, and the run goes on, but not bit for bit."
@@ -208,7 +265,7 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
 def go_on(
     state: states.State,
     verbs: Verbs,
-    evaluator: Evaluator | Beside,
+    evaluator: Evaluator | Beside | NoEvaluator,
     config: Config,
     run: Run,
     display: Display,
@@ -223,10 +280,9 @@ def go_on(
             with display:
                 training.run(state, verbs, evaluator, config, run, display, checkpoints, stop)
         finally:
-            if run.evaluations:
-                learning_curve(run)
+            draw(run, display.say)
     if stop.signal is not None and not training.finished(state, config):
-        display.say(f"Stopped and saved at step {state.step:,}. To go on: t3d resume {run.path}")
+        display.say(f"Stopped and saved at step {state.step:,}. To go on: {command('resume', run.path)}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + stop.signal)
@@ -235,8 +291,22 @@ def go_on(
             f"{state.envs.lost} worker processes died or hung and were replaced;"
             f" {state.envs.cut} episodes were cut because a simulation broke down."
         )
+    if state.env_errors:
+        display.say(
+            f"{state.env_errors} steps of environments failed, and their episodes were cut: {run.path / 'errors'}"
+        )
     if not state.updates.any():
         display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
+
+
+def draw(run: Run, say: Callable[[str], None]) -> None:
+    """The learning curve; where it cannot be drawn, that is said and nothing is lost."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of numbers that an axis hardly has
+            learning_curve(run)
+    except (T3DError, ValueError, OverflowError, RuntimeError) as problem:  # numbers that no axis has
+        say(f"The learning curve was not drawn: {problem}")
 
 
 class Stop:
@@ -280,7 +350,7 @@ def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs,
     return accelerate(state.agent, state.memory, state.sums, config), config
 
 
-def headline(state: states.State, preset: str, config: Config, run: Run) -> str:
+def headline(state: states.State, preset: str, config: Config, run: Run) -> list[str]:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
     name, seeds, memory = state.envs.name, state.seeds, states.peak_memory(state)
     network = f"networks {'-'.join(map(str, config.hidden))}"
@@ -296,13 +366,14 @@ def headline(state: states.State, preset: str, config: Config, run: Run) -> str:
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
     when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
     beside = ", evaluations beside training" if config.eval_beside == "on" else ""
-    return (
-        f"T3D on {name}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}\n"
+    real = ", a real environment" if config.real_env else ""
+    return [
+        f"T3D on {name}{real}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}",
         f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
-        f" batch {config.batch_size}, {network}{beside}\n"
-        f"memory: {memory / 2**30:.2f} GiB when the replay is full\n"
-        f"run folder: {run.path}"
-    )
+        f" batch {config.batch_size}, {network}{beside}",
+        f"memory: {memory / 2**30:.2f} GiB when the replay is full",
+        f"run folder: {run.path}",
+    ]
 
 
 def load(run: str | Path | Run, seed: int | None = None, which: Which = "best", network: Any = None) -> Policy:

@@ -19,13 +19,16 @@ from t3d import networks
 from t3d.accelerate import hardware
 from t3d.config import Config
 from t3d.envs import EnvBatch, Source
-from t3d.envs.slots import said
+from t3d.envs.worker import end_with, said
 from t3d.envs.workers import with_pipe
-from t3d.evaluation import Evaluation, Evaluator, Players
+from t3d.errors import warn
+from t3d.evaluation import Evaluation, Evaluator, NoEvaluator, Players
 from t3d.limits import cores
 from t3d.networks import Network, Parameters
 
-SCRIPT = "import sys; sys.path[:] = sys.argv[2:]; from t3d.beside import serve; serve(int(sys.argv[1]))"
+SCRIPT = (
+    "import sys; sys.path[:] = sys.argv[3:]; from t3d.beside import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+)
 LARGEST = 2e7  # multiplications for a step of all episodes, above which a processor would be too slow for a GPU
 
 
@@ -36,7 +39,7 @@ def decide_eval_beside(config: Config, source: Source, actor: Parameters, envs: 
         return config
     work = config.eval_episodes * sum(tensor.numel() for tensor in actor.values())
     room = 4 * free_cores(envs.count) >= cores()
-    same_there = not source.from_python and source.vector is None
+    same_there = not (source.from_python or source.real) and source.vector is None and bool(config.eval_every)
     worth = config.device == "cuda" and room and same_there and envs.sight is None and work <= LARGEST
     return replace(config, eval_beside="on" if worth else "off")
 
@@ -46,11 +49,20 @@ def free_cores(envs: int) -> int:
     return max(0, cores() - envs)
 
 
-def evaluator_of(source: Source, seeds: Sequence[int], config: Config, network: Network | None) -> "Evaluator | Beside":
+def evaluator_of(
+    source: Source, seeds: Sequence[int], config: Config, network: Network | None
+) -> "Evaluator | Beside | NoEvaluator":
     """Who plays the evaluations of a run."""
+    if not config.eval_every:
+        return NoEvaluator()
     if config.eval_beside == "on":
         return Beside(source, seeds, config, network)
-    return Evaluator(source, seeds, config.eval_episodes, config.gamma)
+    return evaluator_here(source, seeds, config)
+
+
+def evaluator_here(source: Source, seeds: Sequence[int], config: Config) -> Evaluator:
+    """In this process, and the worker processes that the environments have in training."""
+    return Evaluator(source, seeds, config.eval_episodes, config.gamma, config.workers, config.stall_seconds)
 
 
 class Beside:
@@ -59,7 +71,7 @@ class Beside:
     beside = True
 
     def __init__(self, source: Source, seeds: Sequence[int], config: Config, network: Network | None) -> None:
-        self._make_instead = partial(Evaluator, source, seeds, config.eval_episodes, config.gamma)
+        self._make_instead = partial(evaluator_here, source, seeds, config)
         self._instead: Evaluator | None = None
         self._came: Evaluation | None = None
         self._unsent: Players | None = None  # until the process is ready for them: nobody waits for it to start
@@ -80,7 +92,7 @@ class Beside:
         if self._pipe is not None:
             self._pipe.close()
         self._pipe = None
-        warnings.warn(f"there is no process for evaluations ({why}): they take turns with training.", stacklevel=2)
+        warn(f"there is no process for evaluations ({why}): they take turns with training.")
 
     def ask(self, players: Players) -> None:
         """These are to play; their tensors are on the CPU."""
@@ -139,8 +151,9 @@ class Beside:
             self._instead.close()
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """In the other process: play whoever comes, until the pipe closes."""
+    end_with(parent)
     warnings.simplefilter("ignore")
     pipe = Connection(descriptor)
     try:
@@ -148,7 +161,7 @@ def serve(descriptor: int) -> None:
         with (
             hardware(config.threads, config.precision),
             networks.using(network),
-            closing(Evaluator(source, seeds, config.eval_episodes, config.gamma)) as evaluator,
+            closing(evaluator_here(source, seeds, config)) as evaluator,
         ):
             pipe.send(("ready", None))
             while True:
@@ -161,6 +174,6 @@ def serve(descriptor: int) -> None:
                 pipe.send(("played", evaluation))
     except (EOFError, ConnectionError):
         return  # nobody is there any more
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         with suppress(OSError):
             pipe.send(("failed", said(problem)))

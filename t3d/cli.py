@@ -9,13 +9,15 @@ import os
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import tyro
 from rich.table import Table
@@ -25,12 +27,14 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 import t3d
 from t3d import api, bench, networks, training
 from t3d.accelerate import hardware
-from t3d.config import PRESETS, Config, Preset, check_ranges, from_values
-from t3d.display import open_console
-from t3d.envs import open_source
+from t3d.beside import evaluator_here
+from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
+from t3d.display import complain, open_console
+from t3d.envs import open_source, refuse_paths
 from t3d.envs.exact import first_difference, mujoco_tasks
-from t3d.errors import T3DError, nearest
-from t3d.evaluation import Evaluator, Players
+from t3d.errors import T3DError, T3DWarning, nearest
+from t3d.errors import command as command_line
+from t3d.evaluation import MOST_LOSSES, Players
 from t3d.policy import Policy
 from t3d.replay import Lens
 from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
@@ -58,6 +62,8 @@ class Train:
     """Where defaults come from: td3, the authors' code since 2019; paper, that of 2018; documents."""
     config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """Take the settings from a run's config.json; what is typed beside it goes first."""
+    allow_env_args: bool = False
+    """Hand the environment what that file says, also where it looks like a path or a module."""
     knobs: Annotated[Config, arg(name="")] = field(default_factory=Config)
     env_args: Suppress[dict[str, Any]] = field(default_factory=dict)
 
@@ -73,8 +79,16 @@ class Resume:
     """The run folder."""
     steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as it was)")] = None
     """Environment steps for each seed in all; more than before make the run longer."""
+    on_env_error: Annotated[
+        Literal["stop", "cut"] | None, arg(metavar="{stop,cut}", help_behavior_hint="(default: as it was)")
+    ] = None
+    """When a step of an environment fails: save and stop, or end its episode as truncated and go on."""
+    max_env_errors: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as it was)")] = None
+    """Failed steps after which a run stops although they are cut."""
     allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Modules that may be imported to make the environment, if the run names one."""
+    allow_env_args: bool = False
+    """Hand the environment what the run's file says, also where it looks like a path or a module."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,8 @@ class Evaluate:
     """Episodes for each seed."""
     allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
     """Modules that may be imported to make the environment, if the run names one."""
+    allow_env_args: bool = False
+    """Hand the environment what the run's file says, also where it looks like a path or a module."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +136,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no "±" shows "?" and goes on
     if arguments == ["--version"]:
-        print(f"t3d {t3d.__version__}")
+        open_console().print(f"t3d {t3d.__version__}")
         return
+    warnings.showwarning = show_warning  # type: ignore[assignment]
     try:
         command = parse(arguments)
         if isinstance(command, Train):
             train(command)
         elif isinstance(command, Resume):
-            conclude(api.resume(command.run, command.steps, allow_modules=command.allow_module))
+            conclude(
+                api.resume(
+                    command.run,
+                    command.steps,
+                    on_env_error=command.on_env_error,
+                    max_env_errors=command.max_env_errors,
+                    allow_modules=command.allow_module,
+                    allow_env_args=command.allow_env_args,
+                )
+            )
         elif isinstance(command, Evaluate):
             evaluate(command)
         elif isinstance(command, Doctor):
@@ -135,13 +161,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             bench.run(command)
     except T3DError as error:
-        print(f"t3d: {error}", file=sys.stderr)
+        complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # Somebody reads with `| head`: what was asked for has been read.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """A warning as one sentence; only what is wrong in somebody's program names the line of it."""
+    if issubclass(category, T3DWarning):
+        complain(str(message))
+    else:
+        complain(f"{category.__name__}: {message} ({where[0]}:{where[1]})")
 
 
 def parse(arguments: list[str]) -> Command:
@@ -249,7 +280,10 @@ def train(command: Train) -> None:
     """Train from the start."""
     env, env_args = command.env, command.env_args
     if command.config and not env:
-        env, env_args = _env_in(command.config), {**read_config(command.config)["env_args"], **env_args}
+        from_file = {k: v for k, v in read_config(command.config)["env_args"].items() if k not in env_args}
+        if not command.allow_env_args:
+            refuse_paths(from_file, str(command.config))
+        env, env_args = _env_in(command.config), {**from_file, **env_args}
     if not env:
         raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
     knobs = command.knobs
@@ -265,23 +299,33 @@ def train(command: Train) -> None:
 def conclude(run: Run) -> None:
     """Say what came of a run and what to type next."""
     console = open_console()
-    last = max(row["step"] for row in run.evaluations)
-    finals = [row["mean"] for row in run.evaluations if row["step"] == last]
-    best = {seed: run.policy(seed).card for seed in run.seeds}
     console.print()
-    console.print(f"Mean return at step {last:,}: {sum(finals) / len(finals):.1f}", style="bold")
-    for seed, final in zip(run.seeds, finals, strict=True):
-        card = best[seed]
-        top = sum(card.returns) / len(card.returns)
-        console.print(f"  seed {seed}: {final:.1f} at the end, {top:.1f} at its best (step {card.step:,})")
+    evaluations = run.evaluations
+    if not evaluations:
+        console.print("There were no evaluations (--eval-every 0): the policies are those at the end.", style="bold")
+    else:
+        last = max(row["step"] for row in evaluations)
+        finals = {row["seed"]: row["mean"] for row in evaluations if row["step"] == last}
+        known = [mean for mean in finals.values() if mean is not None]
+        console.print(f"Mean return at step {last:,}: {_shown_mean(known)}", style="bold")
+        for seed, final in finals.items():
+            at_end = "no return" if final is None else f"{final:.1f}"
+            try:
+                card = run.policy(seed).card
+            except T3DError as problem:
+                console.print(f"  seed {seed}: {at_end} at the end; {problem}")
+                continue
+            console.print(
+                f"  seed {seed}: {at_end} at the end, {_shown_mean(card.returns)} at its best (step {card.step:,})"
+            )
     # What to type next can be typed as it stands, also where the environment is not activated.
     active = Path(shutil.which("t3d") or "").parent == Path(sys.executable).parent
     python = "python" if active else shlex.quote(os.path.relpath(sys.executable))
-    program, folder = "t3d" if active else f"{python} -m t3d", shlex.quote(str(run.path))
     console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
     console.print("Next:")
-    console.print(f"  {program} evaluate {folder} --episodes 100")
-    console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"', markup=False)
+    more = () if run.config.get("real_env") else ("--episodes", 100)
+    console.print(f"  {command_line('evaluate', run.path, *more)}")
+    console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"')
 
 
 def _refuse_functions(values: dict[str, Any], where: Path) -> None:
@@ -328,6 +372,9 @@ def evaluate(command: Evaluate) -> None:
     episodes = knobs.eval_episodes if command.episodes is None else command.episodes
     if episodes < 1:
         raise T3DError(f"--episodes must be at least 1; it is {episodes}.")
+    if not command.allow_env_args:
+        refuse_paths(run.config["env_args"], str(run.path / "config.json"))
+    refuse_too_many(knobs, len(run.seeds))
     returns = played(run, knobs, policies, episodes, command.allow_module)
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -336,23 +383,28 @@ def evaluate(command: Evaluate) -> None:
     for seed, policy in policies.items():
         scores, recorded = returns[seed], policy.card.returns
         both = min(len(scores), len(recorded))
-        same = "yes" if scores[:both] == recorded[:both] else f"no: {_mean(recorded):.2f}"
-        spread = float(torch.tensor(scores, dtype=torch.float64).std(correction=0))
-        numbers = (_mean(scores), spread, min(scores), max(scores))
-        table.add_row(str(seed), f"{policy.card.step:,}", *(f"{x:.2f}" for x in numbers), same)
+        same = "yes" if scores[:both] == recorded[:both] else f"no: {_shown_mean(recorded)}"
+        known = [score for score in scores if score is not None]
+        numbers = (_mean(known), float(np.std(known)), min(known), max(known)) if known else ()
+        cells = [f"{x:.2f}" for x in numbers] or ["–"] * 4
+        table.add_row(str(seed), f"{policy.card.step:,}", *cells, same if both else "–")
     console = open_console()
-    console.print(f"{run.config['env']}, {episodes} episodes for each seed, {command.policy} policies, no noise")
+    which = command.policy if run.has_evaluations else "last"
+    console.print(f"{run.config['env']}, {episodes} episodes for each seed, {which} policies, no noise")
     console.print(table)
+    if lost := sum(score is None for scores in returns.values() for score in scores):
+        console.print(f"{lost} episodes have no return: their worker processes died or hung {MOST_LOSSES} times each.")
     if len(returns) > 1:
-        console.print(f"mean over seeds: {_mean([_mean(scores) for scores in returns.values()]):.2f}", style="bold")
+        known = [score for scores in returns.values() for score in scores if score is not None]
+        console.print(f"mean over seeds: {_shown_mean(known, 2)}", style="bold")
 
 
 def played(
     run: Run, knobs: Config, policies: dict[int, Policy], episodes: int, allow_module: tuple[str, ...]
-) -> dict[int, list[float]]:
-    """The returns of each seed's policy, played in the shape that the run's own evaluations had."""
+) -> dict[int, list[float | None]]:
+    """The returns of each seed's policy, played in the shape that the run's own evaluations had; None for one lost."""
     source = open_source(run.config["env"], run.config["env_args"], allow_module)
-    source = source.seen(knobs.pixels, knobs.frame_stack)
+    source = source.seen(knobs.pixels, knobs.frame_stack).as_real(knobs.real_env)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
     device = "cuda" if knobs.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
@@ -360,22 +412,23 @@ def played(
     lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
     known = [lens for lens in lenses if lens is not None]
     lens = {name: torch.cat([getattr(one, name) for one in known]).to(device) for name in Lens._fields if known}
-    returns: dict[int, list[float]] = {seed: [] for seed in policies}
+    returns: dict[int, list[float | None]] = {seed: [] for seed in policies}
     with (
+        closing(source),
         hardware(knobs.threads, knobs.precision),
         networks.using(stand_in.network),
-        closing(Evaluator(source, run.seeds, knobs.eval_episodes, knobs.gamma)) as evaluator,
+        closing(evaluator_here(source, run.seeds, knobs)) as evaluator,
     ):
         if (
             json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
             or evaluator.envs.actions.dim != stand_in.actions.dim
         ):
             raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
-        for first in range(0, episodes, knobs.eval_episodes):
+        for first in range(0, episodes, evaluator.at_once):
             evaluation = evaluator.play(Players(actor, lens=lens), first)
             for k, seed in enumerate(run.seeds):
                 if seed in policies:
-                    returns[seed] += evaluation.returns[k].tolist()
+                    returns[seed] += [None if np.isnan(score) else score for score in evaluation.returns[k].tolist()]
     return {seed: scores[:episodes] for seed, scores in returns.items()}
 
 
@@ -386,12 +439,16 @@ def doctor(command: Doctor) -> None:
         console.print(", ".join(f"{name} {version}" for name, version in training.versions().items()))
     for name in command.env or mujoco_tasks():
         source = open_source(name)
+        with closing(source):
+            real = source.as_real(False).real
+        if real:
+            raise T3DError(f"{name} says that it is real: doctor would make seven of it and step them at random.")
         envs = source.batch(1, lambda env, episode: episode)
         envs.close()
         path, why = source.path()
         difference, ends = first_difference(source, command.steps)
         exact = f"differs from gymnasium.make in {difference}" if difference else "bit-identical to gymnasium.make"
-        console.print(f"{name}: {path}, because {why}", markup=False)
+        console.print(f"{name}: {path}, because {why}")
         console.print(f"  {exact} in {command.steps:,} steps of 3 environments, {ends} ends of episodes among them")
         if command.env:
             low, high = envs.actions.low.reshape(-1), envs.actions.high.reshape(-1)
@@ -399,5 +456,11 @@ def doctor(command: Doctor) -> None:
             console.print(f"  observations: {envs.obs_dim} numbers; actions: {envs.actions.dim}, from {bounds}")
 
 
-def _mean(numbers: list[float]) -> float:
+def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
+
+
+def _shown_mean(numbers: Sequence[float | None], digits: int = 1) -> str:
+    """Of the numbers that are there."""
+    known = [number for number in numbers if number is not None]
+    return f"{_mean(known):.{digits}f}" if known else "no return"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tyro.conf import arg
 
-from t3d.errors import T3DError, nearest
+from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
 from t3d.steps import Knobs
 
@@ -70,8 +70,14 @@ class Config(Knobs):
     """Factor on rewards when they are learned from; returns are recorded as they are."""
     update_after: Literal["step", "episode"] = "step"
     """Update after each step once the random steps are over, or N times after an episode of N steps."""
-    eval_every: int = 5_000
-    """Environment steps between evaluations; there is one at the start and at the end too."""
+    on_env_error: Literal["stop", "cut"] = "stop"
+    """When a step of an environment fails: save and stop, or end its episode as truncated and go on."""
+    max_env_errors: int = 100
+    """Failed steps after which a run stops although they are cut."""
+    real_env: bool = False
+    """The environment is a machine: it exists once, is evaluated in only if asked, and is never replayed."""
+    eval_every: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 5000; with --real-env: 0)")] = AUTO
+    """Environment steps between evaluations; there is one at the start and at the end too. 0 is none at all."""
     eval_episodes: int = 10
     """Noise-free episodes in an evaluation."""
     eval_values: Literal["off", "on"] = "off"
@@ -119,6 +125,10 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
 # Below this many updates a run is over before a compiler has paid for itself. A CPU gains something for each seed.
 _UPDATES_WORTH_COMPILING = {"cpu": 12_000, "cuda": 5_000}
 
+MOST_ENVS = 10_000
+MOST_LAYERS = 64
+MOST_PIXELS = 2**26  # that are seen at once
+
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "gamma": (0, 1, True),
@@ -144,7 +154,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "reward_scale": (0, 1e6, False),
     "workers": (0, 1024, True),
     "stall_seconds": (0, 1e6, False),
-    "eval_every": (1, 1e12, True),
+    "eval_every": (0, 1e12, True),
+    "max_env_errors": (0, 1e12, True),
     "eval_episodes": (1, 10_000, True),
     "log_every": (1, 1e12, True),
     "threads": (1, 1024, True),
@@ -168,7 +179,7 @@ def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
 
 def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
     """The value as the knob's type, if it can be read as such: 1e6 is a whole number, [64, 64] a tuple."""
-    wrong = T3DError(f"{where}: {name} cannot be {value!r}; {_expected(hint)}.")
+    wrong = T3DError(f"{where}: {name} cannot be {shown(value)}; {_expected(hint)}.")
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise wrong
@@ -179,6 +190,10 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
         return tuple(_typed(where, name, item, int) for item in value)
     if hint is str:
         return str(value)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise wrong
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real too
         raise wrong
     try:
@@ -194,6 +209,8 @@ def _expected(hint: Any) -> str:
         return "it is one of " + ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
         return "it is a list of whole numbers"
+    if hint is bool:
+        return "it is true or false"
     return "it is a number" if hint is float else "it is a whole number"
 
 
@@ -211,6 +228,8 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(config, steps=steps, random_steps=random_steps, device=device)
+    if config.eval_every == AUTO:
+        config = replace(config, eval_every=0 if config.real_env else 5_000)
     if config.threads == AUTO:
         config = replace(config, threads=_threads(config, seeds))
     check_ranges(config)
@@ -238,7 +257,34 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
             f" --num-envs {config.num_envs} times --n-step {config.n_step}."
         )
     refuse_hardware(config)
+    refuse_too_many(config, seeds)
+    if config.real_env:
+        refuse_more_than_one(config, seeds)
     return config
+
+
+def refuse_too_many(config: Config, seeds: int) -> None:
+    """More environments than any machine has memory for are a mistake, or a file that means harm."""
+    for name, each in (("num_envs", config.num_envs), ("eval_episodes", config.eval_episodes)):
+        if seeds * each > MOST_ENVS:
+            raise T3DError(
+                f"{flag(name)} {each:,} and {seeds:,} seeds are {seeds * each:,} environments; at most"
+                f" {MOST_ENVS:,} are made."
+            )
+
+
+def refuse_more_than_one(config: Config, seeds: int) -> None:
+    """Say what a real environment cannot be, because it exists once and does nothing but what it is told."""
+    asked = {
+        "more than one seed": seeds > 1,
+        "--num-envs": config.num_envs > 1,
+        "--workers": config.workers > 0,
+        "--relabel": config.relabel > 0,
+        "--eval-beside on": config.eval_beside == "on",
+        "--eval-values on": config.eval_values == "on",
+    }
+    if wrong := [name for name, given in asked.items() if given]:
+        raise T3DError(f"a real environment exists once and is not copied: it cannot have {', '.join(wrong)}.")
 
 
 def refuse_hardware(config: Config) -> None:
@@ -288,5 +334,11 @@ def check_ranges(config: Config) -> None:
             if not (low <= number <= high) or (number == low and not closed):
                 between = f"between {low:g} and {high:g}" if closed else f"above {low:g} and at most {high:g}"
                 raise T3DError(f"{flag(name)} must be {between}; it is {number:g}.")
+    if len(config.hidden) > MOST_LAYERS:
+        raise T3DError(f"--hidden has {len(config.hidden):,} layers; at most {MOST_LAYERS} are made.")
+    if 3 * config.pixels**2 * config.frame_stack > MOST_PIXELS:
+        raise T3DError(
+            f"--pixels {config.pixels} and --frame-stack {config.frame_stack} are too many pixels: lower one of them."
+        )
     if not config.hidden:
         raise T3DError("--hidden needs at least one layer, for example --hidden 256 256.")

@@ -1,8 +1,10 @@
 """What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
 
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,20 +14,73 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from t3d.errors import plain
 from t3d.evaluation import Evaluation
 
 
-class _Console(Console):
-    """A console that falls silent when nobody reads it any more, as behind `| head`: the run goes on."""
+class Output:
+    """Standard output for the console. When it cannot be written any more, it is dropped and the run goes on.
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+    That is so behind `| head`, and where a disk is full. Standard error says it once.
+    """
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    @property
+    def _stream(self) -> Any:
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # Rich replaces it while a table is live
+
+    def __getattr__(self, name: str) -> Any:  # encoding, isatty, fileno
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda: self._stream.flush())
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self._failed = True
+            with suppress(OSError, ValueError):  # what is still buffered must not fail again at exit
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+            if not isinstance(error, BrokenPipeError):
+                complain(f"standard output cannot be written any more ({error}): nothing more is shown.")
+
+
+class PlainConsole(Console):
+    """A console on which text from files, environments and exceptions is plain text: no markup, no control codes."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(plain(part) if isinstance(part, str) else part for part in objects), **options)
 
 
 def open_console(quiet: bool = False) -> Console:
     """Standard output, without colours for numbers and without breaking long lines."""
-    return _Console(highlight=False, soft_wrap=True, quiet=quiet)
+    output: Any = Output()
+    return PlainConsole(
+        file=output if sys.stdout is not None else None,
+        highlight=False,
+        soft_wrap=True,
+        quiet=quiet,
+        markup=False,
+        emoji=False,
+    )
+
+
+def complain(sentence: str) -> None:
+    """A sentence on standard error, if that can be written."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"t3d: {plain(sentence)}\n")
+        sys.stderr.flush()
 
 
 class Display:
@@ -38,6 +93,7 @@ class Display:
         random_steps: int = 0,
         quiet: bool = False,
         console: Console | None = None,
+        evaluated: bool = True,
     ) -> None:
         self.steps, self.seeds, self.random_steps = steps, list(seeds), random_steps
         self.console = console or open_console(quiet)
@@ -45,6 +101,8 @@ class Display:
         self._started = self._marked = time.perf_counter()
         self._rate = 0.0
         self._lost = 0
+        self._evaluated = evaluated  # whether there are evaluations to show; else the episodes of training are shown
+        self._episodes: list[float] = []
         self._evaluation: tuple[int, Evaluation] | None = None
         self._best: dict[int, float] = {}
         self._training: dict[int, dict[str, Any]] = {}
@@ -66,15 +124,15 @@ class Display:
         """A run that is taken up again: the step it is at, and the rows of its evaluations so far."""
         self._step = self._marked_step = step
         for row in evaluations:
-            self._best[row["seed"]] = max(row["mean"], self._best.get(row["seed"], -float("inf")))
+            self._best[row["seed"]] = max(_known(row["mean"]), self._best.get(row["seed"], -float("inf")))
         last = evaluations[-len(self.seeds) :]
-        if last:
-            returns, lengths = (np.array([row[name] for row in last]) for name in ("returns", "lengths"))
-            self._evaluation = (last[0]["step"], Evaluation(returns, lengths))
+        if last and len({len(row["returns"]) for row in last}) == 1 and [row["seed"] for row in last] == self.seeds:
+            returns = np.array([row["returns"] for row in last], np.float64)  # null becomes nan
+            self._evaluation = (last[0]["step"], Evaluation(returns, np.array([row["lengths"] for row in last])))
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def advance(self, step: int, lost: int = 0) -> None:
         """Called at every step, so it only looks at the clock now and then."""
@@ -94,21 +152,34 @@ class Display:
     def training(self, rows: list[dict[str, Any]]) -> None:
         """The losses and values of the last interval."""
         self._training = {row["seed"]: row for row in rows}
+        if not self._evaluated and self._live is None:
+            episodes = f"   {self._episode_returns()}" if self._episodes else ""
+            self._line(self._step, f"{episodes}   {self._losses()}")
+            self._episodes.clear()
+
+    def ended(self, rows: list[dict[str, Any]]) -> None:
+        """Episodes of training that ended."""
+        if not self._evaluated:
+            self._episodes += [row["return"] for row in rows]
+
+    def _episode_returns(self) -> str:
+        count = len(self._episodes)
+        return f"mean return of {count} episode{'' if count == 1 else 's'} {sum(self._episodes) / count:.1f}"
+
+    def _line(self, step: int, rest: str) -> None:
+        self.say(f"step {step:>9,} of {self.steps:,}{rest}   {self._pace()}")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation of every seed; what was shown already is not shown again."""
         if self._evaluation is not None and self._evaluation[0] == step:
             return
         self._evaluation = (step, evaluation)
-        means = evaluation.returns.mean(1)
+        means = evaluation.means
         for seed, mean in zip(self.seeds, means, strict=True):
-            self._best[seed] = max(float(mean), self._best.get(seed, -float("inf")))
+            self._best[seed] = max(_known(float(mean)), self._best.get(seed, -float("inf")))
         if self._live is None:
             each = "" if len(self.seeds) == 1 else "  (" + ", ".join(f"{mean:.1f}" for mean in means) + ")"
-            self.say(
-                f"step {step:>9,} of {self.steps:,}   return {means.mean():9.1f}{each}"
-                f"   {self._losses()}   {self._pace()}"
-            )
+            self._line(step, f"   return {means.mean():9.1f}{each}   {self._losses()}")
 
     def _losses(self) -> str:
         parts = []
@@ -134,6 +205,8 @@ class Display:
         elapsed = _clock(time.perf_counter() - self._started)
         head = Table.grid(padding=(0, 2))
         head.add_row(bar, f"step {self._step:,} of {self.steps:,}", self._pace(), f"{elapsed} so far")
+        if not self._evaluated:
+            return Group(head, Text(f"{self._episode_returns() if self._episodes else ''}   {self._losses()}"))
         if self._evaluation is None:
             return Group(head, Text("the first evaluation is under way …", style="dim"))
         step, evaluation = self._evaluation
@@ -141,19 +214,25 @@ class Display:
         table.add_column("seed")
         for title in (f"return at {step:,}", "best", "critic loss", "actor loss", "mean Q"):
             table.add_column(title, justify="right")
-        for seed, returns in zip(self.seeds, evaluation.returns, strict=True):
+        for k, seed in enumerate(self.seeds):
+            returns = evaluation.returns[k][~np.isnan(evaluation.returns[k])]
             row = self._training.get(seed, {})
             numbers = (row.get(name) for name in ("critic_loss", "actor_loss", "q_mean"))
             table.add_row(
                 str(seed),
-                f"{returns.mean():.1f} ± {returns.std():.1f}",
+                f"{returns.mean():.1f} ± {returns.std():.1f}" if len(returns) else "–",
                 f"{self._best[seed]:.1f}",
                 *("–" if number is None else f"{number:.3g}" for number in numbers),
             )
         if len(self.seeds) > 1:
             best = sum(self._best.values()) / len(self._best)
-            table.add_row("mean", f"{evaluation.returns.mean():.1f}", f"{best:.1f}", style="bold")
+            table.add_row("mean", f"{evaluation.means.mean():.1f}", f"{best:.1f}", style="bold")
         return Group(head, table)
+
+
+def _known(mean: float | None) -> float:
+    """A mean that is missing is never the best."""
+    return -float("inf") if mean is None or np.isnan(mean) else mean
 
 
 def _clock(seconds: float) -> str:

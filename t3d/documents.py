@@ -220,6 +220,9 @@ class T3D:
         obs = np.asarray(state, dtype=np.float64)
         if obs.size != self.state_dim:
             raise T3DError(f"select_action takes one state of {self.state_dim} numbers; this has {obs.size}.")
+        if not np.isfinite(obs).all():
+            column = int(np.flatnonzero(~np.isfinite(obs))[0])
+            raise T3DError(f"select_action: state[{column}] is {obs.flat[column]}, not a finite number.")
         action = networks.actor(self._agent.actor, self._tensor(obs.reshape(1, -1)), self.max_action)
         return np.asarray(action.flatten().cpu().numpy(), dtype=np.float32)
 
@@ -261,12 +264,15 @@ class T3D:
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""
         folder = files.make_folder(Path(directory))
-        files.write_tensors(folder / f"{filename}.safetensors", self._saved())
+        files.write_bytes(folder / f"{filename}.safetensors", files.seal(self._saved(), {}))
 
     def load(self, filename: str, directory: str | Path) -> None:
         """Restore networks, targets, optimizers and counters; the agent goes on as if it had never stopped."""
         path = Path(directory) / f"{filename}.safetensors"
-        given, live = files.read_tensors(path), self._saved()
+        live = self._saved()
+        most = sum(tensor.nbytes for tensor in live.values()) * 2 + 2**20  # at most in twice the precision
+        given, _ = files.unseal(files.read_bytes(path, most), path)
+        files.refuse_numbers(path, given, lambda name, tensor: False)
         if "max_action" in given and not torch.equal(given["max_action"], live["max_action"]):
             raise T3DError(f"{path} holds an agent with another max_action than {self.max_action:g}.")
         files.copy_tensors(path, given, live)

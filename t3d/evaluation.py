@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from t3d import networks, rng
 from t3d.agent import refuse_divergence
 from t3d.envs import Source
+from t3d.envs.batch import EnvError
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
 from t3d.rng import Purpose
@@ -35,9 +36,18 @@ class Players:
 class Evaluation:
     """Episode by episode: (S, episodes)."""
 
-    returns: NDArray[np.float64]
+    returns: NDArray[np.float64]  # nan where the episode could not be played to its end
     lengths: NDArray[np.int64]
     values: "Values | None" = None
+    replayed: int = 0  # times that episodes were begun again because their worker process ended
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """(S,) over the episodes that were played to their end; nan where none was."""
+        there = ~np.isnan(self.returns)
+        with np.errstate(invalid="ignore"):
+            means: NDArray[np.float64] = np.where(there, self.returns, 0.0).sum(1) / there.sum(1)
+        return means
 
 
 @dataclass(frozen=True)
@@ -48,18 +58,33 @@ class Values:
     came: NDArray[np.float64]
 
 
+MOST_LOSSES = 3  # of a worker process in one episode; then it is given up
+
+
 class Evaluator:
-    """The environments that evaluations play in: one for each seed and episode, used again each time."""
+    """The environments that evaluations play in: one for each seed and episode, used again each time.
+
+    On a real environment episodes are played one after another.
+    """
 
     beside = False  # they are played when the answer is called for
 
-    def __init__(self, source: Source, seeds: Sequence[int], episodes: int, gamma: float) -> None:
+    def __init__(
+        self,
+        source: Source,
+        seeds: Sequence[int],
+        episodes: int,
+        gamma: float,
+        workers: int = 0,
+        stall_seconds: float = 60.0,
+    ) -> None:
         self.seeds, self.episodes, self.gamma = list(seeds), episodes, gamma
+        self.at_once = 1 if source.real else episodes
         self._first_episode = 0
-        self.envs = source.batch(len(self.seeds) * episodes, self._episode_seed)
+        self.envs = source.batch(len(self.seeds) * self.at_once, self._episode_seed, workers, stall_seconds)
 
     def _episode_seed(self, env: int, _: int) -> int:
-        seed, episode = self.seeds[env // self.episodes], env % self.episodes + self._first_episode
+        seed, episode = self.seeds[env // self.at_once], env % self.at_once + self._first_episode
         return rng.integer(seed, Purpose.EVALUATION, episode)
 
     @torch.no_grad()
@@ -71,14 +96,16 @@ class Evaluator:
     ) -> Evaluation:
         """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop.
 
-        With a critic its values are compared with the returns that followed, discounted by `gamma`.
+        With a critic its values are compared with the returns that followed, discounted by `gamma`. An episode whose
+        worker process ended is begun again, from the same seed.
         """
         actor, critic, lens = players.actor, players.critic, Lens(**players.lens) if players.lens else None
         self._first_episode = first_episode
-        shape = (len(self.seeds), self.episodes)
+        shape = (len(self.seeds), self.at_once)
         device = networks.any_of(actor).device
-        returns, lengths = np.zeros(self.envs.count), np.zeros(self.envs.count, np.int64)
-        active = np.ones(self.envs.count, bool)
+        count = self.envs.count
+        returns, lengths, losses, replayed = np.zeros(count), np.zeros(count, np.int64), np.zeros(count, np.int64), 0
+        active = np.ones(count, bool)
         obs = self.envs.reset()
         seen: list[tuple[NDArray[Any], ...]] = []
         while active.any() and not stop():
@@ -86,17 +113,27 @@ class Evaluator:
             chosen = networks.actor(actor, batch)
             action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)
-            moved = self.envs.step(action.reshape(len(active), -1), None if active.all() else active)
+            moved = self.envs.step(action.reshape(count, -1), None if active.all() else active)
             if critic:
                 q = networks.critic(critic, batch, chosen).cpu().numpy().reshape(-1)
-                seen.append((q, moved.reward, moved.terminated, moved.valid))
+                seen.append((q, moved.reward, moved.terminated, moved.valid.copy()))
             returns += moved.reward
             lengths += moved.valid
-            active &= ~(moved.terminated | moved.truncated)
+            ended = moved.terminated | moved.truncated
+            if self.envs.worker_lost is not None and self.envs.blamed is not None:
+                again = active & self.envs.worker_lost
+                losses += active & self.envs.blamed
+                replayed += int(again.sum())
+                returns[again], lengths[again] = 0, 0
+                for *_, valid in seen:
+                    valid[again] = False
+                ended = (ended & ~again) | (losses >= MOST_LOSSES)
+                returns[losses >= MOST_LOSSES] = np.nan
+            active &= ~ended
             obs = moved.obs
         parts = [np.array(part) for part in zip(*seen, strict=True)]
         values = compared(parts, self.gamma, len(self.seeds)) if seen else None
-        return Evaluation(returns.reshape(shape), lengths.reshape(shape), values)
+        return Evaluation(returns.reshape(shape), lengths.reshape(shape), values, replayed)
 
     def ask(self, players: Players) -> None:
         """Nothing happens before the answer is called for."""
@@ -107,11 +144,41 @@ class Evaluator:
 
     def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
         """What came of those who were asked to play; None if told to stop before it was over."""
-        evaluation = self.play(players, stop=stop)
-        return None if stop() else evaluation
+        parts = []
+        for first in range(0, self.episodes, self.at_once):
+            try:
+                parts.append(self.play(players, first, stop))
+            except EnvError as failure:
+                k, episode = divmod(failure.index or 0, self.at_once)
+                failure.place = f"episode {first + episode} of the evaluation of seed {self.seeds[k]}"
+                failure.in_evaluation = True
+                raise
+            if stop():
+                return None
+        if len(parts) == 1:
+            return parts[0]
+        returns = np.concatenate([part.returns for part in parts], 1)
+        lengths = np.concatenate([part.lengths for part in parts], 1)
+        return Evaluation(returns, lengths, replayed=sum(part.replayed for part in parts))
 
     def close(self) -> None:
         self.envs.close()
+
+
+class NoEvaluator:
+    """Where a run has no evaluations."""
+
+    beside = False
+
+    def ask(self, players: Players) -> None: ...
+
+    def glance(self) -> Evaluation | None:
+        return None
+
+    def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
+        return None
+
+    def close(self) -> None: ...
 
 
 NEGLIGIBLE = 0.01  # of what comes so much later nothing is missed

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from t3d import rng
 from t3d.envs import Source
-from t3d.envs.slots import said
+from t3d.envs.worker import said
 from t3d.errors import T3DError
 from t3d.layout import describe, leaves, size
 from t3d.rng import Purpose

@@ -98,8 +98,8 @@ def _check(layout: Any) -> None:
         for part in _parts(layout).values():
             _check(part)
         return
-    numbers = [*parts, *layout.get("sizes", []), *layout.get("first", [])]
-    if not all(type(number) is int for number in numbers) or any(number < 0 for number in parts):
+    sizes = [*parts, *layout.get("sizes", [])]
+    if not all(type(number) is int for number in [*sizes, *layout.get("first", [])]) or any(n < 0 for n in sizes):
         raise ValueError("layout: shapes and sizes must be whole numbers")
     if kind == "picture" and not _fits(parts):
         raise ValueError(f"layout: {parts} is no picture")

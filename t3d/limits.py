@@ -3,6 +3,8 @@
 import os
 import shutil
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -59,6 +61,18 @@ def refuse_oversize(rows: int, row_bytes: int, seeds: int, device: torch.device)
         raise T3DError(
             f"the replay memory needs {needed / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free on this"
             f" {'GPU' if device.type == 'cuda' else 'machine'}: --buffer-size {fits} fits."
+        )
+
+
+def refuse_large_networks(sizes: Sequence[int], networks: int, device: torch.device) -> None:
+    """Say so before networks are made that cannot be had; sizes are those of their layers, inputs and outputs too."""
+    weights = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
+    needed, free = 4 * 4 * weights * networks, free_memory(device)  # each with a target and Adam's two moments
+    if free is not None and needed > 0.9 * free:
+        layers = ", ".join(f"{size:,}" for size in sizes[1:-1])
+        raise T3DError(
+            f"networks with layers of {layers} need {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB are free:"
+            " give --hidden smaller numbers."
         )
 
 

@@ -181,6 +181,7 @@ class Pictures(Replay):
 
     def restored(self, under_way: NDArray[np.float32]) -> None:
         before, stack = int(self.modulus[0]), self.sight.stack
+        self._refuse_places(before, under_way)
         for k, stored in enumerate(self.stored):
             view, filled = self.seed(k), min(int(stored), self.capacity)
             if before != self.places:  # a run that was made longer has more room
@@ -193,6 +194,17 @@ class Pictures(Replay):
         self.modulus[0] = self.places
         self.begin.copy_(torch.from_numpy(self.lost))
         self.length.copy_(torch.from_numpy(self.stored - self.lost))
+
+    def _refuse_places(self, places: int, under_way: NDArray[np.float32]) -> None:
+        """Refuse rows that name frames which there are not: they may come from anybody's file."""
+        wrong = not 0 < places <= self.places or bool((self.lost > self.stored).any())
+        for k, stored in enumerate(self.stored):
+            filled = self.rows[k, : min(int(stored), self.capacity)]
+            for rows in (filled, filled[:, self.obs_dim + self.action_dim :], torch.from_numpy(under_way[:, k])):
+                named = rows[..., : self.sight.stack]
+                wrong |= bool(((named < 0) | (named >= self.places)).any())
+        if wrong:
+            raise ValueError("a row names a frame that the replay memory does not have")
 
     @property
     def nbytes(self) -> int:

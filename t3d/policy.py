@@ -1,12 +1,14 @@
 """A trained policy: called with an observation, it gives an action in the environment's own units.
 
-On the disk it is a safetensors file with the actor's layers in the layout and under the names of the
-documents' `Actor` (`layer_1.weight`, …), and a JSON file beside it that says what they are for. Where observations were
+On the disk it is a safetensors file with the actor's layers in the layout and under the names of the documents' `Actor`
+(`layer_1.weight`, …); its header holds a card that says what they are for, and a checksum. The JSON file beside it is
+a copy of the card for people; nothing reads it. Where observations were
 normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10. Where
 there are pictures the layers that look at them come first, `eye_1.weight`, …, as `nn.Conv2d` has them, the last of them
 as `nn.Linear`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from t3d import files, networks
 from t3d.envs import ActionRange
-from t3d.errors import T3DError
+from t3d.errors import T3DError, plain, shown
 from t3d.layout import Layout, check, flatten, size
 from t3d.modules import Network, own_network
 from t3d.networks import Parameters
@@ -30,17 +32,20 @@ from t3d.rng import Purpose
 from t3d.sight import Sight
 from t3d.vision import EYE, FEATURES, KERNEL, eye_sizes, named, of_name, seeing
 
-FORMAT = 2
+FORMAT = 3
+MOST_BYTES = 2**30  # of a policy file
+MOST_LAYERS = 64
+CARD = "card"  # its key in the header
 
 
 @dataclass(frozen=True)
 class Card:
-    """What stands in the JSON beside the weights."""
+    """What the header says of the weights."""
 
     env: str
     seed: int
     step: int  # environment steps it was trained for
-    returns: list[float]  # of the evaluation at that step, episode by episode
+    returns: list[float | None]  # of the evaluation at that step, episode by episode; empty where there was none
     lengths: list[int]
     layout: Layout  # of an observation; `t3d.layout` reads it
     action_low: list[Any]
@@ -70,8 +75,9 @@ class Policy:
         )
 
     def __repr__(self) -> str:
-        mean = sum(self.card.returns) / max(len(self.card.returns), 1)
-        return f"<Policy for {self.card.env}: seed {self.card.seed}, step {self.card.step:,}, mean return {mean:.1f}>"
+        known = [number for number in self.card.returns if number is not None]
+        told = f"mean return {sum(known) / len(known):.1f}" if known else "not evaluated"
+        return plain(f"<Policy for {self.card.env}: seed {self.card.seed}, step {self.card.step:,}, {told}>")
 
     def reset(self) -> None:
         """Forget the frames that were seen: a new episode begins."""
@@ -126,32 +132,47 @@ class Policy:
     @torch.no_grad()
     def _act(self, rows: NDArray[np.float32]) -> NDArray[Any]:
         """Actions (B, A) for what is seen, (B, O)."""
+        if not np.isfinite(rows).all():
+            row, column = np.argwhere(~np.isfinite(rows))[0]
+            raise T3DError(f"observation[{column}] is {rows[row, column]}: a policy acts on finite numbers only.")
         seen = seen_through(self.lens, torch.from_numpy(np.ascontiguousarray(rows))[None])
         with networks.using(self.network):
             return self.actions.to_env(networks.actor(self.parameters, seen)[0].numpy())
 
-    def save(self, path: Path) -> None:
-        """Write `path` (.safetensors) and the JSON beside it, which knows the weights by their SHA-256."""
+    def to_bytes(self) -> bytes:
+        """What a policy file holds: weights, card and checksum in one."""
         lens = (
             {} if self.lens is None else {f"obs.{name}": part.flatten() for name, part in self.lens._asdict().items()}
         )
         layers = to_layers(self.parameters) if self.card.network is None else own_layers(self.parameters)
-        files.write_tensors(path, {**layers, **lens})
-        files.write_json(path.with_suffix(".json"), {**asdict(self.card), "sha256": files.sha256(path)})
+        return files.seal({**layers, **lens}, {CARD: json.dumps(asdict(self.card))})
+
+    def card_to_bytes(self) -> bytes:
+        """The card alone, for people to read."""
+        return (json.dumps(asdict(self.card), indent=2) + "\n").encode()
+
+    def save(self, path: Path) -> None:
+        """Write `path` (.safetensors), and a copy of its card beside it, in JSON."""
+        files.write_bytes(path, self.to_bytes())
+        files.write_bytes(path.with_suffix(".json"), self.card_to_bytes())
 
 
 def read_policy(path: Path, network: Network | None = None) -> Policy:
-    """The policy in a .safetensors file and the JSON beside it, with the user's own `network` if it had one."""
-    layers = files.read_tensors(path)
-    beside = path.with_suffix(".json")
-    values = files.read_json(beside)
+    """The policy in a .safetensors file, with the user's own `network` if it had one."""
+    return policy_of_bytes(files.read_bytes(path, MOST_BYTES), path, network)
+
+
+def policy_of_bytes(content: bytes, path: Path, network: Network | None = None) -> Policy:
+    """The policy in what was read from `path`."""
+    layers, about = files.unseal(content, path)
+    values = files.parse_object(str(about.get(CARD, "")).encode(errors="replace"), f"the card of {path}")
     if values.get("format") != FORMAT:
-        raise T3DError(f"{beside} has the format {values.get('format')!r}; this version reads {FORMAT}.")
-    if values.pop("sha256", None) != files.sha256(path):
-        raise T3DError(f"{beside} describes other weights than those in {path.name}: one of the two was changed.")
+        raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
+    if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
+        raise T3DError(f"{path} holds weights that are not finite numbers.")
     try:
         card = Card(**values)
-        _check_card(card)
+        _check_card(card, None if card.network else sum(tensor.numel() for tensor in layers.values()))
         sizes = [size(card.layout), *card.hidden, int(np.size(card.action_low))]
         own = own_network(card.network, network, str(path))
         weights = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
@@ -166,12 +187,11 @@ def read_policy(path: Path, network: Network | None = None) -> Policy:
             parameters |= named(EYE, _from_layers(eye, eye_sizes(sight), "eye"))
         else:
             parameters = _from_layers(weights, list(pairwise(sizes)), "layer")
-        policy = Policy(parameters, card, _lens_of(layers, len(sight.numbers) if sight else sizes[0]), own)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise T3DError(f"{beside} does not describe the policy in {path.name} ({error}).") from error
-    if not all(torch.isfinite(tensor).all() for tensor in layers.values()):
-        raise T3DError(f"{path} holds weights that are not finite numbers.")
-    return policy
+        return Policy(parameters, card, _lens_of(layers, len(sight.numbers) if sight else sizes[0]), own)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+        if isinstance(error, T3DError):
+            raise
+        raise T3DError(f"the card of {path} does not describe its weights ({error}).") from error
 
 
 def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
@@ -186,17 +206,23 @@ def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
     return Lens(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
 
 
-def _check_card(card: Card) -> None:
-    """Refuse what a policy could not be used with."""
+def _check_card(card: Card, weights: int | None) -> None:
+    """Refuse what a policy could not be used with; `weights` is how many there are, where that bounds the sizes."""
     check(card.layout)
+    if weights is not None and size(card.layout) > weights:
+        raise ValueError(f"{weights:,} weights for {size(card.layout):,} numbers in an observation")
+    if not (isinstance(card.env, str) and isinstance(card.network, str | None)):
+        raise ValueError("env and network must be names")
+    if len(card.hidden) > MOST_LAYERS:
+        raise ValueError(f"there are {len(card.hidden)} layers")
     whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths, "stack": [card.stack]}
     for name, numbers in {**whole, "hidden": card.hidden}.items():
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{name} must be whole numbers")
     if not 1 <= card.stack <= 64:
         raise ValueError(f"stack is {card.stack}")
-    if not card.returns or not all(isinstance(x, int | float) and np.isfinite(x) for x in card.returns):
-        raise ValueError("returns must be finite numbers, at least one")
+    if not all(x is None or (isinstance(x, int | float) and np.isfinite(x)) for x in card.returns):
+        raise ValueError("returns must be finite numbers, or null")
     if len(card.lengths) != len(card.returns):
         raise ValueError("there must be as many lengths as returns")
     if card.action_dtype not in ("float16", "float32", "float64"):

@@ -15,6 +15,7 @@ from t3d.errors import T3DError
 from t3d.layout import Layout, leaves, picture_size, size
 
 Floats = NDArray[np.float32]
+LARGEST = 2**26  # numbers that are seen at once
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Sight:
             raise T3DError(f"{name} has pictures of several sizes, {sizes}; they must have one to be seen together.")
         together = np.concatenate(pictures, 2)
         height, width, channels = together.shape
+        if stack * together.size > LARGEST:
+            raise T3DError(
+                f"{stack} frames of {height} x {width} are too many pixels: lower --pixels or --frame-stack."
+            )
         return Sight(stack, height, width, channels, together.reshape(-1), np.concatenate(numbers))
 
     @property

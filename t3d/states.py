@@ -5,7 +5,7 @@ Shapes: S seeds, N environments a seed.
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ from t3d.envs import EnvBatch, Source
 from t3d.errors import T3DError
 from t3d.evaluation import Players
 from t3d.goals import Goals
-from t3d.limits import refuse_oversize
+from t3d.limits import refuse_large_networks, refuse_oversize
 from t3d.nstep import NStep
 from t3d.pictures import LARGEST, Pictures
 from t3d.replay import Replay, out_of_row, row_width
 from t3d.rng import Purpose
+from t3d.runs.manifest import SPARE
 from t3d.steps import Agent, init_agent
 from t3d.tape import Tape
-from t3d.vision import seeing
+from t3d.vision import FEATURES, seeing
 
+LARGEST_COUNT = 2**53  # that a file may speak of
+LONGEST_REPLAY = 1_000_000  # steps of an episode under way
 METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the actor moves
 
 
@@ -60,6 +63,7 @@ class State:
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
+    env_errors: int = 0  # steps of environments that failed, and whose episodes were cut
     playing: Players | None = None  # those who play in it, until what came of it is recorded
 
     def close(self) -> None:
@@ -70,7 +74,24 @@ class State:
 
 
 def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
-    """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation.
+    """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation."""
+    state = make(source, seeds, config, own)
+    try:
+        first_reset(state)
+    except BaseException:
+        state.close()
+        raise
+    return state
+
+
+def first_reset(state: State) -> None:
+    """Begin the first episodes."""
+    state.obs = state.envs.reset().reshape(state.obs.shape)
+    state.memory.start(state.obs, np.ones(state.obs.shape[:2], bool))
+
+
+def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
+    """The same before any environment was reset.
 
     Networks are `own` if that is given, and otherwise what fits the observations.
     """
@@ -80,11 +101,15 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
         return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
 
     envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
+    envs.cut_failures = config.on_env_error == "cut"
     device = torch.device(config.device)
     network = own or (None if envs.sight is None else seeing(envs.sight, config.encoder))
     try:
         goals = Goals(source, config.relabel) if config.relabel else None
         memory = empty_memory(envs, count, config)
+        if own is None:
+            sizes = [envs.obs_dim if envs.sight is None else FEATURES, *config.hidden, envs.actions.dim]
+            refuse_large_networks(sizes, count * (1 + config.critics), device)
         with networks.using(network):
             agent = init_agent(
                 torch.tensor(seeds, device=device),
@@ -94,18 +119,16 @@ def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Ne
                 twins=config.critics,
                 normalized=config.critic_norm == "layer",
             )
-        obs = envs.reset().reshape(count, per_seed, -1)
     except BaseException:
         envs.close()
         raise
-    memory.start(obs, np.ones((count, per_seed), bool))
     return State(
         seeds=list(seeds),
         agent=agent,
         memory=memory,
         steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
         envs=envs,
-        obs=obs,
+        obs=np.zeros((count, per_seed, envs.obs_dim), np.float32),
         played=Tape(count, per_seed, envs.actions.dim),
         history=Tape(count, per_seed, memory.rows.shape[-1]),
         episode_return=np.zeros((count, per_seed)),
@@ -177,11 +200,17 @@ def saved(state: State) -> dict[str, Tensor]:
     return agents.tensors(parts)
 
 
-def restore(state: State, given: dict[str, Tensor], path: Path, config: Config) -> NDArray[np.bool_]:
+def restore(
+    state: State,
+    given: dict[str, Tensor],
+    path: Path,
+    config: Config,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> NDArray[np.bool_]:
     """Put a state that was saved in the place of a fresh one; the memory has its rows already.
 
-    Environments find the way back by playing the episodes under way again. Returns which of them (S, N) did not arrive
-    where they had been: their episodes are cut there.
+    Environments find the way back by playing the episodes under way again, which `say` is told of. Returns which of
+    them (S, N) did not arrive where they had been: their episodes are cut there. A real environment is not replayed.
     """
     # As long as it was when it was saved, not as it is now.
     longest = len(given["played"]) if "played" in given and given["played"].dim() else 0
@@ -193,13 +222,24 @@ def restore(state: State, given: dict[str, Tensor], path: Path, config: Config) 
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")
+    files.refuse_mismatch(path, given, live)
+    refuse_state(state, given, path, longest)
     files.copy_tensors(path, given, live)
-    state.memory.restored(state.steps_under_way.obs)
-    state.step, state.logged, state.evaluated = (int(given[name]) for name in ("step", "logged", "evaluated"))
+    try:
+        state.memory.restored(state.steps_under_way.obs)
+    except ValueError as error:
+        raise T3DError(f"{path}: {error}.") from error
+    counts = (int(given[name]) for name in ("step", "logged", "evaluated", "env_errors"))
+    state.step, state.logged, state.evaluated, state.env_errors = counts
     episodes = given["envs.episodes"].tolist()
     actions = [state.played.last(int(n))[:, k, i] for (k, i), n in np.ndenumerate(state.episode_length)]
     expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
-    missed = ~played_again(state.envs, episodes, actions, expected, returns)
+    if config.real_env:
+        missed = np.ones(len(actions), bool)
+    else:
+        if count := sum(map(len, actions)):
+            say(f"Replaying {count:,} actions, to bring the environments back to where they were.")
+        missed = ~played_again(state.envs, episodes, actions, expected, returns)
     if missed.any() or (state.envs.together and len({len(part) for part in actions}) > 1):
         # Where all move at once, those that had arrived went on while others were still on their way.
         missed |= state.envs.together
@@ -208,6 +248,30 @@ def restore(state: State, given: dict[str, Tensor], path: Path, config: Config) 
         obs = play_again(state.envs, new, actions)[0].reshape(state.obs.shape)
         cut_episodes(state, missed.reshape(state.episode_length.shape), obs)
     return missed.reshape(state.episode_length.shape)
+
+
+def refuse_state(state: State, given: dict[str, Tensor], path: Path, longest: int) -> None:
+    """Refuse numbers that no run has, before any of them is used: the files may be somebody else's work."""
+
+    def allowed(name: str, tensor: Tensor) -> bool:
+        if name == "best":  # of a seed that was never evaluated
+            return bool((tensor < float("inf")).all())
+        return name.startswith("sums.") or (name == "evaluated" and int(tensor) == -1)
+
+    files.refuse_numbers(path, given, allowed)
+    for name, most in {"episode_length": longest, "steps_under_way.pending": state.steps_under_way.n}.items():
+        if name in given and int(given[name].max()) > most:
+            raise T3DError(f"{path}: {name} is {int(given[name].max()):,}, and at most {most:,} are there.")
+    counts = {name: tensor for name, tensor in given.items() if not tensor.is_floating_point()}
+    if any(int(tensor.max()) > LARGEST_COUNT for name, tensor in counts.items() if tensor.numel() and name != "seeds"):
+        raise T3DError(f"{path} holds a count beyond 2^53.")
+
+
+def most_state(state: State) -> int:
+    """Bytes that a saved state can have at most: the tapes of episodes under way grow with them."""
+    most = saved(replace(state, playing=Players(state.agent.actor, state.agent.critic)))
+    fixed = sum(tensor.nbytes for name, tensor in most.items() if name not in ("played", "history"))
+    return fixed + LONGEST_REPLAY * (state.played.step_bytes + state.history.step_bytes) + SPARE
 
 
 def play_again(
@@ -235,7 +299,11 @@ def played_again(
     returns: NDArray[np.float64],
 ) -> NDArray[np.bool_]:
     """Play them again; which arrived at the same observation and the same return, to the last bit."""
-    now, again, ended = play_again(envs, episodes, actions)
+    cut, envs.cut_failures = envs.cut_failures, True  # one that fails now did not come back, and nothing worse
+    try:
+        now, again, ended = play_again(envs, episodes, actions)
+    finally:
+        envs.cut_failures = cut
     same: NDArray[np.bool_] = (now == obs).all(1) & (again == returns) & ~ended
     return same
 
@@ -267,6 +335,12 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
         relabel(state, k, i)
     state.obs = obs
     begin_anew(state, missed)
+
+
+def reset_environments(state: State) -> None:
+    """Begin the episodes under way again: others have played in the environments."""
+    state.obs = state.envs.reset(state.envs.episodes).reshape(state.obs.shape)
+    state.memory.start(state.obs, np.ones(state.obs.shape[:2], bool))
 
 
 def begin_anew(state: State, ended: NDArray[np.bool_]) -> None:

@@ -21,6 +21,11 @@ class Tape:
     def __init__(self, seeds: int, envs: int, width: int) -> None:
         self._kept, self._end = np.zeros((0, seeds, envs, width), np.float32), 0
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step."""
+        return 4 * int(np.prod(self._kept.shape[1:]))
+
     def rewind(self, steps: int) -> None:
         """Nothing but so many steps of 0."""
         self._kept, self._end = np.zeros((steps, *self._kept.shape[1:]), np.float32), steps

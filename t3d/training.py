@@ -23,19 +23,21 @@ from t3d.beside import Beside
 from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
-from t3d.evaluation import Evaluation, Evaluator, Players
+from t3d.envs.batch import EnvError
+from t3d.errors import T3DError, command, plain_lines, shown
+from t3d.evaluation import MOST_LOSSES, Evaluation, Evaluator, NoEvaluator, Players
 from t3d.policy import Card, Policy
 from t3d.replay import Flags, Lens, into_row
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
-from t3d.states import METRICS, State, begin_anew, players, relabel, saved
+from t3d.states import METRICS, State, begin_anew, players, relabel, reset_environments, saved
 from t3d.steps import is_delayed
 
 
 def run(
     state: State,
     verbs: Verbs,
-    evaluator: Evaluator | Beside,
+    evaluator: Evaluator | Beside | NoEvaluator,
     config: Config,
     folder: Run,
     display: Display,
@@ -53,21 +55,42 @@ def run(
         verbs.flush()
         note(state)
         checkpoints.save(state.step, saved(state), state.memory)
+        if not config.eval_every:
+            save_last_policies(state, config, folder)
 
     def take_in(playing: Players) -> None:
-        evaluation = evaluator.answer(playing, stop)
+        try:
+            evaluation = evaluator.answer(playing, stop)
+        except EnvError as failure:
+            raise stopped_by(failure) from failure
         if evaluation is not None:  # else it is still owed
             record(state, playing, evaluation, config, folder, display)
             state.playing = None
+            if config.real_env and not stop() and state.step < config.steps:
+                reset_environments(state)
+
+    def stopped_by(failure: EnvError) -> T3DError:
+        """The same, when it is written down and all before it is saved."""
+        report = write_report(failure, state, folder)
+        save()
+        checkpoints.wait()
+        can_be_cut = failure.call == "step" and failure.index is not None and not failure.in_evaluation
+        how = ["--on-env-error", "cut"] if can_be_cut else []
+        return T3DError(
+            f"{failure} {report} All before it is saved. To go on"
+            f"{' without this episode' if how else ''}: {command('resume', folder.path, *how)}"
+        )
 
     if state.evaluated < 0:
         save()
+        if not config.eval_every:
+            state.evaluated = 0
     if state.playing is not None:
         evaluator.ask(state.playing)  # again: when the run was stopped, what came of it was not recorded
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
-        test = due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
+        test = evaluation_due(state, config, last)
         # With overlap the updates that are owed are left for the next turn, unless they are in what is read here.
         if config.overlap != "on" or log or test:
             learn_owed(state, config, verbs, stop)
@@ -99,17 +122,84 @@ def run(
             save()
             if schedule.steps:
                 checkpoints.wait()
-        rows = turn(state, config, verbs)
+        try:
+            rows = turn(state, config, verbs)
+        except EnvError as failure:
+            raise stopped_by(failure) from failure
         if rows:
             folder.record(rows)
+            display.ended(rows)
+        for cut in state.envs.failures:
+            state.env_errors += 1
+            report = write_report(cut, state, folder)
+            display.say(f"{cut} {report} Its episode is cut, the {nth(state.env_errors)} because of an error.")
+        if state.envs.failures and state.env_errors > config.max_env_errors:
+            save()
+            checkpoints.wait()
+            more = command("resume", folder.path, "--max-env-errors", 2 * state.env_errors)
+            raise T3DError(
+                f"{state.env_errors} steps of {state.envs.name} failed, and --max-env-errors is"
+                f" {config.max_env_errors}: the run is saved and stopped at step {state.step:,}. To go on: {more}"
+            )
         display.advance(state.step, state.envs.lost)
     save()
     checkpoints.wait()
 
 
+def write_report(failure: EnvError, state: State, folder: Run) -> str:
+    """All that is known of a failure, in a file of the run folder; a sentence with the most important of it."""
+    place = failure.place
+    if not place and failure.index is not None:
+        k, i = divmod(failure.index, state.obs.shape[1])
+        place = f"environment {i} of seed {state.seeds[k]}"
+    about = {
+        "what": str(failure),
+        "environment": place or "the vector environment",
+        "global step": f"{state.step:,}",
+        "episode": f"{failure.episode:,}",
+        "step of the episode": f"{failure.length:,}",
+        "last action": None if failure.action is None else np.array2string(failure.action, threshold=10_000),
+        "last observation": None if failure.obs is None else np.array2string(failure.obs, threshold=10_000),
+    }
+    lines = [f"{name}: {value}" for name, value in about.items() if value is not None]
+    text = "\n".join(map(plain_lines, [*lines, "", failure.whole]))
+    name = f"step-{state.step}-{failure.index or 0}.txt"
+    folder.write("errors", name, text.encode(errors="replace"))
+    last = "".join(
+        f", the last {name} {shown(value.tolist())}"
+        for name, value in (("action", failure.action), ("observation", failure.obs))
+        if value is not None
+    )
+    where = f"It is {place}, at step {state.step:,} of the run{last}." if place else f"Step {state.step:,} of the run."
+    return f"{where} All of it is in {folder.path / 'errors' / name}."
+
+
+def nth(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, …"""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
+
+
+def save_last_policies(state: State, config: Config, folder: Run) -> None:
+    """Where no evaluation saves them: every seed's actor as it is now, with a card that has no returns."""
+    playing = players(state, config)
+    for k in range(len(state.seeds)):
+        folder.save_policy(policy_of(state, k, playing, config, state.step), "last")
+
+
+def evaluation_due(state: State, config: Config, last: bool) -> bool:
+    """Whether there is to be an evaluation now. On a real environment it waits for the episode to end."""
+    if not config.eval_every:
+        return False
+    if not last and config.real_env and state.episode_length.any():
+        return False
+    return due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
+
+
 def finished(state: State, config: Config) -> bool:
     """Whether nothing is left to do."""
-    return state.step >= config.steps and state.evaluated == state.step and state.playing is None
+    evaluated = not config.eval_every or (state.evaluated == state.step and state.playing is None)
+    return state.step >= config.steps and evaluated
 
 
 def due(before: int, now: int, every: int) -> bool:
@@ -143,10 +233,15 @@ def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
 
 def act(state: State, config: Config, verbs: Verbs) -> Callable[[], NDArray[np.float32]]:
     """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called for."""
-    if state.step >= config.random_steps:
+    random = config.random_steps - state.step
+    if random <= 0:
         return verbs.explore(state.obs, state.step)
     action = agents.random_action(torch.tensor(state.seeds), state.step, config.num_envs, state.envs.actions.dim)
-    return lambda: np.asarray(action.numpy())
+    drawn = np.asarray(action.numpy())
+    if random >= config.num_envs:
+        return lambda: drawn
+    explored = verbs.explore(state.obs, state.step)  # the last random steps are fewer than there are environments
+    return lambda: np.concatenate([drawn[:, :random], explored()[:, random:]], 1)
 
 
 def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Verbs) -> list[dict[str, Any]]:
@@ -257,33 +352,55 @@ def record(
     """The rows of an evaluation of every seed's actor, and the best and the last policies."""
     rows = []
     for k, seed in enumerate(state.seeds):
-        returns, lengths = evaluation.returns[k].tolist(), evaluation.lengths[k].tolist()
-        mean = float(evaluation.returns[k].mean())
-        row = {"kind": "evaluation", "step": state.evaluated, "seed": seed, "returns": returns, "lengths": lengths}
-        rows.append(row | {"mean": mean})
+        returns, lengths = evaluation.returns[k], evaluation.lengths[k].tolist()
+        mean, given_up = float(evaluation.means[k]), np.flatnonzero(np.isnan(returns))
+        row = {"kind": "evaluation", "step": state.evaluated, "seed": seed, "returns": _numbers(returns)}
+        rows.append({**row, "lengths": lengths, "mean": _finite(mean)})
         if evaluation.values is not None:
             rows[-1]["expected"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
             rows[-1]["came"] = _finite(float(evaluation.values.came[k]))
         names: list[Which] = ["last"]
-        if mean > state.best[k]:
+        for episode in given_up:
+            display.say(
+                f"step {state.evaluated:,}: episode {episode} of the evaluation of seed {seed} has no return: its"
+                f" worker process died or hung {MOST_LOSSES} times. This evaluation cannot be the best."
+            )
+        if not len(given_up) and mean > state.best[k]:
             state.best[k] = mean
             names.append("best")
-        policy = policy_of(state, k, playing, config, evaluation)
+        policy = policy_of(state, k, playing, config, state.evaluated, _numbers(returns), lengths)
         for which in names:
-            policy.save(folder.policy_path(seed, which))
+            folder.save_policy(policy, which)
+    if evaluation.replayed:
+        display.say(
+            f"step {state.evaluated:,}: worker processes died or hung in the evaluation and were replaced;"
+            f" {evaluation.replayed} episodes were begun again from their seeds."
+        )
     folder.record(rows)
     display.evaluated(state.evaluated, evaluation)
 
 
-def policy_of(state: State, k: int, playing: Players, config: Config, evaluation: Evaluation) -> Policy:
-    """The k-th seed's actor as it played, with its card."""
+def _numbers(returns: NDArray[np.float64]) -> list[float | None]:
+    return [_finite(value) for value in returns.tolist()]
+
+
+def policy_of(
+    state: State,
+    k: int,
+    playing: Players,
+    config: Config,
+    step: int,
+    returns: Sequence[float | None] = (),
+    lengths: Sequence[int] = (),
+) -> Policy:
+    """The k-th seed's actor as it plays at a step, with its card."""
     actions = state.envs.actions
     card = Card(
         env=state.envs.name,
         seed=state.seeds[k],
-        step=state.evaluated,
-        returns=evaluation.returns[k].tolist(),
-        lengths=evaluation.lengths[k].tolist(),
+        step=step,
+        returns=list(returns),
+        lengths=list(lengths),
         layout=state.envs.layout,
         action_low=actions.low.tolist(),
         action_high=actions.high.tolist(),

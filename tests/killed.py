@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import t3d
 from t3d import files
@@ -31,19 +32,19 @@ SMALL = {**KNOBS, "log_every": 50, "eval_every": 120, "checkpoint_every": "70", 
 
 
 def rows_of(path):
-    """metrics.jsonl without the one number that depends on the clock."""
+    """metrics.jsonl without what depends on the clock or on the rows before."""
     rows = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "steps_per_second"} for row in rows]
+    return [{key: row[key] for key in row.keys() - {"steps_per_second", "chain", "n"}} for row in rows]
 
 
 def end_of(path, capacity=10**9):
     """All that a run ended with: the state, the rows of the memory in their order, the metrics, the policies."""
     newest = max((Path(path) / "checkpoints").iterdir(), key=lambda folder: int(folder.name.removeprefix("step-")))
     manifest = files.read_json(newest / "manifest.json")
-    state = {name: t.numpy().tobytes() for name, t in files.read_tensors(newest / manifest["state_file"]).items()}
+    state = {name: t.numpy().tobytes() for name, t in load_file(newest / manifest["state_file"]).items()}
     memory = {}
     for part in manifest["segments"]:
-        for seed, rows in files.read_tensors(Path(path) / part["file"]).items():
+        for seed, rows in load_file(Path(path) / "replay" / part["file"]).items():
             memory[seed] = torch.cat([memory.get(seed, rows[:0]), rows])
     memory = {seed: rows[-capacity:].numpy().tobytes() for seed, rows in memory.items()}
     policies = {file.name: file.read_bytes() for file in sorted((Path(path) / "policies").glob("*.safetensors"))}
@@ -100,8 +101,8 @@ def die_in_a_save(operations):
 
         return call
 
-    os.fsync, os.posix_fallocate, os.open = counted(os.fsync), counted(os.posix_fallocate), counted(os.open)
-    Path.replace, Path.unlink, Path.mkdir = counted(Path.replace), counted(Path.unlink), counted(Path.mkdir)
+    for name in ("open", "write", "fsync", "posix_fallocate", "replace", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
 
 
 def killed_again_and_again(env, path, kills, seconds, **knobs):

@@ -22,7 +22,7 @@ from t3d.beside import Beside, decide_eval_beside
 from t3d.config import Config, settle
 from t3d.display import Display
 from t3d.envs import open_source
-from t3d.evaluation import Evaluator, Players
+from t3d.evaluation import Evaluation, Evaluator, Players
 
 SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
 GONE = r"there is no process for evaluations \({}.*\): they take turns with training."
@@ -136,7 +136,7 @@ def test_what_goes_wrong_there_is_said_here(asked):
     evaluator, players = asked(Poisoned)
     evaluator.ask(players)
     with (
-        pytest.warns(UserWarning, match=GONE.format("T3DError: Poisoned.*the reward is nan")),
+        pytest.warns(UserWarning, match=GONE.format("EnvError: Poisoned.*the reward is nan")),
         pytest.raises(t3d.T3DError, match="the reward is nan"),
     ):
         evaluator.answer(players, never)
@@ -172,7 +172,7 @@ def test_what_is_there_early_is_shown_once(capsys):
 
 
 def in_one_episode(score):
-    return SimpleNamespace(returns=np.array([[score]]), lengths=np.array([[1]]))
+    return Evaluation(np.array([[score]]), np.array([[1]]))
 
 
 ORPHAN = """
@@ -230,7 +230,7 @@ def alive(pid):
 def test_where_it_is_left_open(change, decision, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", "auto"))
-    source = SimpleNamespace(vector=change.get("vector"), from_python=change.get("from_python", False))
+    source = SimpleNamespace(vector=change.get("vector"), from_python=change.get("from_python", False), real=False)
     envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
     width = change.get("hidden", 256)
     actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from safetensors.torch import load_file
 from scripted import Dot, Lamp, Shown, Sweep
 
 import t3d
@@ -308,7 +309,7 @@ def test_a_policy_takes_whole_stacks_and_forgets_on_reset(tmp_path):
 def test_weights_are_those_of_torch_modules(tmp_path):
     run = t3d.train(Lamp, steps=20, out=tmp_path / "run", progress=False, **{**SMALL, "eval_every": 20})
     policy = t3d.load(run)
-    layers = t3d.files.read_tensors(run.policy_path(0, "best"))
+    layers = load_file(run.policy_path(0, "best"))
     assert layers["eye_1.weight"].shape == (32, 9, 3, 3)
     frames = torch.randint(0, 256, (3, 12, 12, 3))
     x = (frames / 255 - 0.5).permute(0, 3, 1, 2).reshape(1, 9, 12, 12)

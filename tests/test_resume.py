@@ -24,7 +24,7 @@ from t3d.envs import open_source
 from t3d.runs import checkpoints as checkpoints_room
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
-from t3d.runs.parity import mended, parity
+from t3d.runs.parity import parity, repaired
 
 
 class Interrupted:
@@ -50,21 +50,22 @@ def play(path, env, seeds, stops, forget=None, **knobs):
     for after in (*stops, 10**9):
         state, config = begin(env, seeds, **knobs)
         run = Run(path)
+        path.mkdir(exist_ok=True)
+        if not (path / "config.json").exists():
+            run.begin({})
         source = open_source(env).seen(config.pixels, config.frame_stack)
         with (
             closing(state.envs),
             networks.using(state.network),
             closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
-            closing(Checkpoints(run.path, {})) as checkpoints,
+            closing(Checkpoints(run.path, run.log, {})) as checkpoints,
         ):
-            found, _ = checkpoints.newest()
-            if found is None:
-                run.begin({})
-            else:
+            found = checkpoints.newest(state.memory, states.most_state(state))
+            if found is not None:
                 given = checkpoints.load(found, state.memory)
                 if forget:
                     given[forget] = fresh(states.saved(state), given, forget)
-                states.restore(state, given, found.folder, config)
+                states.restore(state, given, path, config)
             verbs = accelerate(state.agent, state.memory, state.sums, config)
             display = Display(config.steps, state.seeds, quiet=True)
             training.run(state, verbs, evaluator, config, run, display, checkpoints, Interrupted(after))
@@ -171,8 +172,9 @@ accelerate_as_it_is = accelerate
 
 def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
     state, _ = begin("Pendulum-v1", (3,))
-    (tmp_path / "metrics.jsonl").touch()
-    with closing(state.envs), closing(Checkpoints(tmp_path, {})) as checkpoints:
+    run = Run(tmp_path)
+    run.log.begin()
+    with closing(state.envs), closing(Checkpoints(tmp_path, run.log, {})) as checkpoints:
         checkpoints.save(0, states.saved(state), state.memory)
         checkpoints.wait()
         first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()
@@ -180,7 +182,7 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
         checkpoints.save(0, states.saved(state), state.memory)
         checkpoints.wait()
         assert (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes() == first
-        found, _ = checkpoints.newest()
+        found = checkpoints.newest(state.memory, states.most_state(state))
         assert found.state_file == "state-2.safetensors"
 
 
@@ -307,12 +309,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caps
             (copy / file.relative_to(run.path)).write_bytes(bad)
             t3d.resume(copy)
             said = capsys.readouterr().out
-            assert file.name in said and "skipped" in said and "checkpoint is of step 280" in said, said
+            if file.parent.name == "replay":
+                assert file.name in said and "repaired" in said and "checkpoint is of step 300" in said, said
+            else:
+                assert file.name in said and "skipped" in said and "checkpoint is of step 280" in said, said
             assert end_of(copy) == whole
 
 
 @pytest.mark.parametrize("where", [5, -5])
-def test_a_damaged_segment_that_every_checkpoint_needs_is_mended(where, tmp_path, capsys):
+def test_a_damaged_segment_that_every_checkpoint_needs_is_repaired(where, tmp_path, capsys):
     run = t3d.train("Pendulum-v1", 300, out=tmp_path / "run", **SMALL)
     whole = end_of(run.path)
     segment = run.path / "replay" / "step-70.safetensors"
@@ -321,7 +326,7 @@ def test_a_damaged_segment_that_every_checkpoint_needs_is_mended(where, tmp_path
     segment.write_bytes(content)
     t3d.resume(run.path, steps=301)
     said = capsys.readouterr().out
-    assert f"{segment} was damaged; it was mended from step-70.safetensors.parity." in said
+    assert f"{segment} is not as it was written: it is damaged. It was repaired from {segment.name}.parity." in said
     assert "checkpoint is of step 300" in said
     assert end_of(run.path)[2]["0"].startswith(whole[2]["0"])
 
@@ -331,25 +336,27 @@ def test_parity_mends_one_block_of_a_group_and_no_more():
     for size in (1, 4096, 300_000, 900_001):
         content = source.bytes(size)
         beside = parity(content)
-        assert mended(content, beside) == content and len(beside) < size / 50 + 5000
+        assert repaired(content, beside) == content and len(beside) < size / 50 + 5000
         for begin in source.integers(0, size, 5):
             broken = bytearray(content)
             broken[begin : begin + 3000] = bytes(len(broken[begin : begin + 3000]))  # may lie in two blocks
-            fixed = mended(bytes(broken), beside)
+            fixed = repaired(bytes(broken), beside)
             assert fixed == content or size <= 64 * 4096  # a small file has one group: two blocks are too many
     broken = bytearray(content)
     broken[0], broken[4096 * 4] = broken[0] ^ 1, broken[4096 * 4] ^ 1  # blocks of one group
-    assert mended(bytes(broken), beside) != content and mended(content, b"short") == content
+    assert repaired(bytes(broken), beside) != content and repaired(content, b"short") == content
 
 
-def test_where_every_checkpoint_is_damaged_nothing_is_started_over(tmp_path):
+def test_where_every_checkpoint_is_damaged_nothing_is_started_over(tmp_path, capsys):
     run = t3d.train("Pendulum-v1", 60, out=tmp_path / "run", **{**SMALL, "checkpoint_every": "600s"})
     before = run.path.joinpath("metrics.jsonl").read_bytes()
     for step in (0, 60):
         state = run.path / "checkpoints" / f"step-{step}" / "state.safetensors"
         state.write_bytes(b"x" + state.read_bytes()[1:])
-    with pytest.raises(t3d.T3DError, match=r"no checkpoint of .* is whole\. .*step-60.*step-0"):
-        t3d.resume(run.path, steps=100, progress=False)
+    with pytest.raises(t3d.T3DError, match=r"no checkpoint of .* is whole: .* t3d evaluate"):
+        t3d.resume(run.path, steps=100)
+    said = capsys.readouterr().out
+    assert all(f"step-{step}/state.safetensors" in said for step in (0, 60))
     assert run.path.joinpath("metrics.jsonl").read_bytes() == before
 
 

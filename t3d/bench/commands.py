@@ -12,7 +12,7 @@ from t3d.bench.returns import RESULTS, RUNS, train_suite
 from t3d.bench.suites import SUITES, SuiteName, Version, tasks_of
 from t3d.bench.tables import Result, read_results, show, write_docs
 from t3d.display import open_console
-from t3d.errors import T3DError
+from t3d.errors import T3DError, plain
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def returns(command: Returns) -> None:
     console = open_console()
 
     def say(sentence: str) -> None:
-        console.print(sentence, markup=False)
+        console.print(sentence)
 
     train_suite(tasks, seeds, knobs, command.out, command.runs, say)
     _print_tables({command.suite: read_results(command.out)[command.suite]})
@@ -98,17 +98,17 @@ def tables(command: Tables) -> None:
     _print_tables(results)
     if command.docs is not None:
         for path in write_docs(results, command.docs):
-            print(f"written: {path}")
+            open_console().print(f"written: {path}")
 
 
 def _print_tables(results: dict[SuiteName, list[Result]]) -> None:
     console = open_console()
     for headline, rows, below in show(results):
-        table = Table(title=headline, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table = Table(title=plain(headline), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column, name in enumerate(rows[0]):
-            table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
+            table.add_column(plain(name), justify="left" if column == 0 else "right", no_wrap=True)
         for row in rows[1:]:
-            table.add_row(*row)
+            table.add_row(*map(plain, row))
         # A number that is cut off says nothing: a terminal that is too narrow breaks the line.
         console.width = max(
             console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
@@ -116,4 +116,4 @@ def _print_tables(results: dict[SuiteName, list[Result]]) -> None:
         console.print()
         console.print(table)
         for sentence in below:
-            console.print(sentence, markup=False)
+            console.print(sentence)

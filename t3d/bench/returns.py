@@ -63,7 +63,7 @@ def _refuse_other(run: Run, seeds: int, given: dict[str, Any]) -> None:
     """A run that was begun with other settings is not the one that was asked for."""
     asked = {"seeds": list(range(seeds)), **given}
     asked.pop("accelerate", None)  # where nothing can be compiled it is another
-    for name, value in asked.items():
+    for name, value in json.loads(json.dumps(asked)).items():  # as config.json has them: lists for tuples
         if value != "auto" and run.config.get(name) != value:
             raise T3DError(
                 f"{run.path} was begun with {name} {run.config.get(name)}, and now it is {value}:"

@@ -17,6 +17,6 @@ is a function of its seeds and its actions. Observations and rewards that are no
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, Moved
-from t3d.envs.source import Maker, Source, open_source
+from t3d.envs.source import Maker, Source, open_source, refuse_paths
 
-__all__ = ["ActionRange", "EnvBatch", "Maker", "Moved", "Source", "open_source"]
+__all__ = ["ActionRange", "EnvBatch", "Maker", "Moved", "Source", "open_source", "refuse_paths"]

@@ -20,6 +20,31 @@ LONGEST_EPISODE = 10_000
 LARGEST_REWARD = 1e30
 
 
+class EnvError(T3DError):
+    """An environment that failed, with all that is known of it.
+
+    `index` is its place in the batch, None where the whole batch failed; `call` is `reset` or `step`.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        index: int | None = None,
+        call: str = "step",
+        episode: int = 0,
+        length: int = 0,
+        action: NDArray[Any] | None = None,
+        obs: Floats | None = None,
+        whole: str = "",
+    ) -> None:
+        super().__init__(sentence)
+        self.index, self.call, self.episode, self.length = index, call, episode, length
+        self.action, self.obs, self.whole = action, obs, whole
+        # For whoever knows that to fill in: which seed's environment it is, and whether it played in an evaluation.
+        self.place, self.in_evaluation = "", False
+
+
 class Moved(NamedTuple):
     """What one step of N environments gives."""
 
@@ -45,6 +70,22 @@ class EnvBatch(Protocol):
     actions: ActionRange
     together: bool  # whether they can only move all at once, those that are not active too
     sight: Sight | None  # how its observations are put together, where they have pictures
+    cut_failures: bool  # end the episode of an environment that fails in a step, instead of raising EnvError
+
+    @property
+    def failures(self) -> list[EnvError]:
+        """Of the last step, where they are cut."""
+        ...
+
+    @property
+    def worker_lost(self) -> Flags | None:
+        """(N,) whose process ended in the last step; None where none did."""
+        ...
+
+    @property
+    def blamed(self) -> Flags | None:
+        """(N,) those of them in whose own call it ended."""
+        ...
 
     @property
     def lost(self) -> int:
@@ -72,15 +113,23 @@ class EnvBatch(Protocol):
     def close(self) -> None: ...
 
 
-def refuse_unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
-    """Name the first observation or reward that is not a finite number: nothing could be learned from it."""
+def unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> EnvError | None:
+    """The first observation or reward that is not a finite number, by name: nothing could be learned from it."""
     flat = obs.ravel()
     if flat.dot(flat) < 1e30 and (reward is None or reward.dot(reward) < 1e30):
-        return  # the usual case, told by two products: no number is large, let alone not finite
+        return None  # the usual case, told by two products: no number is large, let alone not finite
     if not np.isfinite(obs).all():
-        row, column = np.argwhere(~np.isfinite(obs))[0]
+        row, column = map(int, np.argwhere(~np.isfinite(obs))[0])
         what = f"observation[{column}] is {obs[row, column]}"
-        raise T3DError(f"{where(int(row))}: {what}; nothing can be learned from that.")
-    if reward is not None and not (np.abs(reward) <= LARGEST_REWARD).all():
+    elif reward is not None and not (np.abs(reward) <= LARGEST_REWARD).all():
         row = int(np.flatnonzero(~(np.abs(reward) <= LARGEST_REWARD))[0])
-        raise T3DError(f"{where(row)}: the reward is {reward[row]}; nothing can be learned from that.")
+        what = f"the reward is {reward[row]}"
+    else:
+        return None
+    return EnvError(f"{where(row)}: {what}; nothing can be learned from that.", index=row)
+
+
+def refuse_unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
+    """Raise it, if there is one."""
+    if failure := unlearnable(where, obs, reward):
+        raise failure

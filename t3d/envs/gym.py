@@ -8,10 +8,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import LONGEST_EPISODE, EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
+from t3d.envs.batch import LONGEST_EPISODE, EnvError, EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
 from t3d.envs.slots import Lost, Raised, Slot
 from t3d.envs.workers import Worker
-from t3d.errors import T3DError
+from t3d.errors import T3DError, shown
 from t3d.layout import Layout, describe, flatten, size
 from t3d.sight import Sight
 
@@ -35,7 +35,10 @@ class GymBatch:
         self.name, self.count, self.actions = name, len(slots), actions
         self.layout = observable(observation_space, name)
         self.obs_dim = size(self.layout)
-        self.cut = 0
+        self.cut, self.cut_failures = 0, False
+        self.failures: list[EnvError] = []
+        self.worker_lost: Flags | None = None
+        self.blamed: Flags | None = None
         self._slots, self._workers = slots, workers
         self._space, self._episode_seed = observation_space, episode_seed
         self._limit = time_limit or LONGEST_EPISODE
@@ -53,8 +56,7 @@ class GymBatch:
     def reset(self, episodes: Sequence[int] | None = None) -> Floats:
         if episodes is not None:
             self._episode = [episode - 1 for episode in episodes]
-        for i in range(self.count):
-            self._obs[i] = self._reset_one(i)
+        self._obs = self._reset([*range(self.count)], self._obs)
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
@@ -64,29 +66,33 @@ class GymBatch:
         valid = np.ones(self.count, bool) if active is None else active.copy()
         final_obs = self._obs.copy()
         playing = [int(i) for i in np.flatnonzero(valid)]
+        self.worker_lost = self.blamed = None
+        self.failures.clear()
         for i in playing:
             self._slots[i].begin(to_env[i])
         for i in playing:
             self._length[i] += 1
             try:
-                stepped = self._slots[i].end()
-            except Raised as problem:
-                raise T3DError(f"{self._where(i)}: step() raised {problem}") from problem
-            except Lost:
-                valid[i], truncated[i] = False, True
-                continue
-            if stepped.broke_down:
-                # MuJoCo began anew by itself: what it returned is not what the action led to.
-                self.cut += 1
-                valid[i], truncated[i] = False, True
-                continue
-            reward[i] = self._checked_reward(i, stepped.reward)
-            final_obs[i] = self._checked(i, stepped.obs)
-            terminated[i] = stepped.terminated
-            truncated[i] = stepped.truncated or (self._length[i] >= self._limit and not stepped.terminated)
+                returned, broke_down = self._slots[i].end()
+                if not broke_down:
+                    final_obs[i], reward[i], terminated[i], truncated[i] = self._checked_step(i, returned)
+                    truncated[i] |= self._length[i] >= self._limit and not terminated[i]
+                    continue
+                self.cut += 1  # MuJoCo began anew by itself: what it returned is not what the action led to
+            except Lost as lost:
+                self._note_loss(i, lost.here)
+            except (Raised, EnvError) as problem:
+                failure = self._failure(i, "step", problem)
+                failure.action, failure.obs = to_env[i], self._obs[i].copy()
+                if not self.cut_failures:
+                    raise failure from problem
+                self.failures.append(failure)
+            valid[i], truncated[i] = False, True
+        for failure in self.failures:
+            self._remake(failure)
         # Only now: a worker answers in the order it was asked.
-        for i in playing:
-            self._obs[i] = self._reset_one(i) if terminated[i] or truncated[i] else final_obs[i]
+        ended = [i for i in playing if terminated[i] or truncated[i]]
+        self._obs = self._reset(ended, final_obs) if ended else final_obs.copy()
         return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def close(self) -> None:
@@ -95,24 +101,63 @@ class GymBatch:
         for worker in self._workers:
             worker.close()
 
+    def _note_loss(self, i: int, here: bool) -> None:
+        if self.worker_lost is None or self.blamed is None:
+            self.worker_lost, self.blamed = np.zeros((2, self.count), bool)
+        self.worker_lost[i], self.blamed[i] = True, here
+
+    def _remake(self, failure: EnvError) -> None:
+        assert failure.index is not None
+        try:
+            self._slots[failure.index].remake()
+        except Lost:
+            pass  # its process is a new one then, and so is it
+        except (Raised, T3DError) as problem:
+            what = f"{failure} It cannot be made anew either: {problem}"
+            raise EnvError(what, index=failure.index, call="reset", whole=failure.whole) from problem
+
+    def _reset(self, ended: list[int], obs: Floats) -> Floats:
+        """A copy of `obs` with the first observations of new episodes; where one fails, none has begun."""
+        obs, before = obs.copy(), list(self._episode)
+        try:
+            for i in ended:
+                obs[i] = self._reset_one(i)
+        except EnvError:
+            self._episode = before
+            raise
+        return obs
+
     def _reset_one(self, i: int) -> Floats:
         while True:
             # A new episode has a seed of its own, also after a loss.
             self._episode[i] += 1
             self._length[i] = 0
             try:
-                return self._checked(i, self._slots[i].reset(self._episode_seed(i, self._episode[i])))
+                returned = self._slots[i].reset(self._episode_seed(i, self._episode[i]))
+                if not (isinstance(returned, tuple) and len(returned) == 2):
+                    raise self._wrong(i, f"reset() gave {shown(returned)}, not (observation, info)")
+                return self._checked(i, returned[0])
             except Lost:
                 continue
-            except Raised as problem:
-                raise T3DError(f"{self._where(i)}: reset() raised {problem}") from problem
+            except (Raised, EnvError) as problem:
+                raise self._failure(i, "reset", problem) from problem
+
+    def _checked_step(self, i: int, returned: Any) -> tuple[Floats, float, bool, bool]:
+        """What `step` returned, if it can be learned from."""
+        if not (isinstance(returned, tuple) and len(returned) == 5):
+            given = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else shown(returned)
+            raise self._wrong(i, f"step() gave {given}, not (observation, reward, terminated, truncated, info)")
+        obs, reward, terminated, truncated, _ = returned
+        reward = self._checked_reward(i, reward)
+        obs = self._checked(i, obs)
+        return obs, reward, self._flag(i, "terminated", terminated), self._flag(i, "truncated", truncated)
 
     def _checked(self, i: int, raw: Any) -> Floats:
         """The observation as a flat float32 row, if it can be learned from."""
         try:
             given = flatten(self.layout, raw)
         except Exception as problem:
-            raise T3DError(f"{self._where(i)}: the observation is not in {self._space}: {problem}.") from problem
+            raise self._wrong(i, f"the observation is not in {self._space}: {problem}") from problem
         with np.errstate(over="ignore"):
             obs: Floats = given.astype(np.float32)
         refuse_unlearnable(lambda _: self._where(i), obs[None])
@@ -120,15 +165,48 @@ class GymBatch:
 
     def _checked_reward(self, i: int, raw: Any) -> float:
         """The reward as a number; an array of one number is one too."""
-        given = np.asarray(raw)
+        given = as_array(raw)
         if given.size != 1 or given.dtype.kind not in "biuf":
-            raise T3DError(f"{self._where(i)}: the reward is {raw!r}, not a number.")
+            raise self._wrong(i, f"the reward is {shown(raw)}, not a number")
         reward = float(given.reshape(()))
         refuse_unlearnable(lambda _: self._where(i), self._obs[:0], np.array([reward]))
         return reward
 
+    def _flag(self, i: int, name: str, raw: Any) -> bool:
+        if raw is True or raw is False:
+            return raw
+        given = as_array(raw)
+        if given.size != 1 or given.dtype.kind not in "biuf" or given.reshape(()) not in (0, 1):
+            raise self._wrong(i, f"{name} is {shown(raw)}, not True or False")
+        return bool(given.reshape(()))
+
+    def _wrong(self, i: int, what: str) -> EnvError:
+        return EnvError(f"{self._where(i)}: {what}.")
+
+    def _failure(self, i: int, call: str, problem: Raised | EnvError) -> EnvError:
+        """What went wrong in a call, with all that is known of it."""
+        sentence = f"{self._where(i)}: {call}() raised {problem}." if isinstance(problem, Raised) else str(problem)
+        whole = problem.whole
+        return EnvError(
+            sentence,
+            index=i,
+            call=call,
+            episode=self._episode[i],
+            length=self._length[i],
+            obs=self._obs[i],
+            whole=whole,
+        )
+
     def _where(self, i: int) -> str:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"
+
+
+def as_array(raw: Any) -> NDArray[Any]:
+    """Somebody else's value as an array; as an object where it is none."""
+    try:
+        return np.asarray(raw)
+    except Exception:
+        return np.array(None, object)
 
 
 def observable(space: spaces.Space[Any], name: str) -> Layout:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
+from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, Moved, unlearnable
 from t3d.envs.mujoco_tasks import TASKS, Array, Simulations
+from t3d.envs.slots import close_env
 from t3d.layout import describe, size
 from t3d.sight import Sight
 
@@ -98,12 +99,15 @@ class MujocoBatch:
     sight: Sight | None = None
     together = False
     lost = 0
+    worker_lost: Flags | None = None
+    blamed: Flags | None = None
 
     def __init__(
         self, name: str, env: "gymnasium.Env[Any, Any]", count: int, episode_seed: EpisodeSeed, threads: int
     ) -> None:
         assert env.spec is not None and env.spec.max_episode_steps is not None
         self.name, self.count, self.cut = name, count, 0
+        self.cut_failures, self.failures = False, list[EnvError]()
         self.layout = describe(env.observation_space, name)
         self.obs_dim = size(self.layout)
         self.actions = ActionRange.of(env.action_space, name)
@@ -152,6 +156,7 @@ class MujocoBatch:
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
         sims, task = self._sims, self._task
         played: Floats = self.actions.to_env(actions)
+        self.failures.clear()
         before = task.before()
         sims.ctrl[...] = played
         sims.step(None if active is None else np.flatnonzero(active).astype(np.int32))
@@ -166,22 +171,35 @@ class MujocoBatch:
             now = self._now
             on_time = sims.total_time() > (now * self.count - self._all_began - 0.5) * sims.dt
             if on_time and now < self._soonest and not (task.ends and np.count_nonzero(terminated)):
-                refuse_unlearnable(self._where, obs)  # the reward is made of the same numbers
-                self._obs = obs
-                return Moved(obs, reward, self._no, self._no, obs, self._yes)
-        return self._ended(obs, reward, terminated, self._yes if active is None else active)
+                if (failure := unlearnable(self._where, obs)) is None:  # the reward is made of the same numbers
+                    self._obs = obs
+                    return Moved(obs, reward, self._no, self._no, obs, self._yes)
+                if not self.cut_failures:
+                    raise self._with_action(failure, played)
+        return self._ended(obs, reward, terminated, self._yes if active is None else active, played)
 
-    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags) -> Moved:
+    def _with_action(self, failure: EnvError, played: Floats) -> EnvError:
+        i = failure.index or 0
+        failure.action, failure.obs = played[i], self._obs[i].copy()
+        failure.episode, failure.length = int(self._episode[i]), int(self._length[i])
+        return failure
+
+    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags, played: Floats) -> Moved:
         """The rest of a step in which some episodes end, some simulation broke down, or not all were to move."""
         # A simulation that goes bad begins anew by itself, and its clock with it.
         broke_down = active & (self._sims.clock() < (self._length - 0.5) * self._sims.dt)
         self.cut += int(broke_down.sum())
         valid = active & ~broke_down
+        while failure := unlearnable(self._where, np.where(valid[:, None], obs, 0), np.where(valid, reward, 0)):
+            if not self.cut_failures:
+                raise self._with_action(failure, played)
+            self.failures.append(self._with_action(failure, played))
+            valid[failure.index] = False
+            broke_down[failure.index] = True
         final_obs = np.where(valid[:, None], obs, self._obs)
         reward = np.where(valid, reward, 0.0)
         terminated = terminated & valid
         truncated = (self._length >= self._limit) & active | broke_down
-        refuse_unlearnable(self._where, final_obs, reward)
         self._obs = final_obs.copy()
         for i in np.flatnonzero(terminated | truncated):
             self._reset_one(int(i))
@@ -192,4 +210,4 @@ class MujocoBatch:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"
 
     def close(self) -> None:
-        self._env.close()
+        close_env(self._env)

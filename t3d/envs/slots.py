@@ -1,29 +1,38 @@
 """Where one environment of a batch lives: in this process, or in a worker. A batch only sees these calls."""
 
-import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium
 from numpy.typing import NDArray
 
-from t3d.envs.worker import self_resets
+from t3d.envs.worker import said, self_resets, whole_traceback
+from t3d.errors import warn
 
 
 class Lost(Exception):
-    """The process that the environment lived in is gone; another one stands ready for a reset."""
+    """The process that the environment lived in is gone; another one stands ready for a reset.
+
+    `here` where it ended in a call of this environment, and not in one of another that lives in the same process.
+    """
+
+    def __init__(self, here: bool = True) -> None:
+        super().__init__()
+        self.here = here
 
 
 class Raised(Exception):
     """The environment raised an exception; the text says which and where."""
 
+    def __init__(self, sentence: str, whole: str = "") -> None:
+        super().__init__(sentence)
+        self.whole = whole  # the traceback
+
 
 class Stepped(NamedTuple):
-    """What an environment answered to a step, as it said it, and whether its simulation broke down in it."""
+    """What `step` returned, whatever that is, and whether the simulation broke down in it."""
 
-    obs: Any
-    reward: Any
-    terminated: bool
-    truncated: bool
+    returned: Any
     broke_down: bool
 
 
@@ -33,40 +42,56 @@ class Slot(Protocol):
     def reset(self, seed: int) -> Any: ...
     def begin(self, action: NDArray[Any]) -> None: ...
     def end(self) -> Stepped: ...
+    def remake(self) -> None:
+        """Put a new environment in the place of one that failed."""
+        ...
+
     def close(self) -> None: ...
 
 
 class LocalSlot:
-    """An environment in this process."""
+    """An environment in this process. It is not made anew or closed where it has no `make`."""
 
-    def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
-        self._env, self._resets = env, 0
+    def __init__(self, env: "gymnasium.Env[Any, Any]", make: "Callable[[], gymnasium.Env[Any, Any]] | None") -> None:
+        self._env, self._make, self._resets = env, make, 0
         self._action: Any = None
 
     def reset(self, seed: int) -> Any:
-        try:
-            obs = self._env.reset(seed=seed)[0]
-        except Exception as problem:
-            raise Raised(said(problem)) from problem
+        returned = calling(lambda: self._env.reset(seed=seed))
         self._resets = self_resets(self._env)
-        return obs
+        return returned
 
     def begin(self, action: NDArray[Any]) -> None:
         self._action = action
 
     def end(self) -> Stepped:
-        try:
-            obs, reward, terminated, truncated, _ = self._env.step(self._action)
-        except Exception as problem:
-            raise Raised(said(problem)) from problem
+        returned = calling(lambda: self._env.step(self._action))
         before, self._resets = self._resets, self_resets(self._env)
-        return Stepped(obs, reward, bool(terminated), bool(truncated), self._resets > before)
+        return Stepped(returned, self._resets > before)
+
+    def remake(self) -> None:
+        if self._make is not None:
+            self.close()
+            self._env = self._make()
 
     def close(self) -> None:
-        self._env.close()
+        if self._make is not None:
+            close_env(self._env)
 
 
-def said(problem: Exception) -> str:
-    """Somebody else's exception in one line, with the place it came from."""
-    frame = traceback.extract_tb(problem.__traceback__)[-1]
-    return f"{type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"
+def calling(call: Callable[[], Any]) -> Any:
+    """What an environment returns; whatever it raises, SystemExit too, is `Raised`."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
+        raise Raised(said(problem), whole_traceback(problem)) from problem
+
+
+def close_env(env: Any) -> None:
+    """Close an environment; one that fails in it is warned of, because nothing depends on it."""
+    try:
+        calling(env.close)
+    except Raised as problem:
+        warn(f"{type(getattr(env, 'unwrapped', env)).__name__}: close() raised {problem}")

@@ -17,12 +17,12 @@ from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.pool import PREFIX, Pool
-from t3d.envs.slots import LocalSlot, Slot, said
+from t3d.envs.slots import LocalSlot, Raised, Slot, calling, close_env
 from t3d.envs.stacked import Stacked
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
 from t3d.envs.workers import Worker, WorkerSlot
-from t3d.errors import T3DError, nearest
+from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
 from t3d.sight import Sight
 
@@ -48,13 +48,17 @@ class Source:
     A vector environment that somebody handed over is trained in as it is; evaluations have environments of their own.
     """
 
-    env: str | Maker
+    env: "str | Maker | gymnasium.Env[Any, Any]"
     args: dict[str, Any] = field(default_factory=dict)
     pixels: int = 0  # if not 0, pictures of the environment, so high and wide, are its observations
     stack: int = 1  # frames that are seen at once, where observations have pictures
     vector: "VectorEnv[Any, Any, Any] | None" = None
     threads: int = 0  # that step them together, where they can; 0 is as many as there are cores
+    real: bool = False  # a machine: there is one environment, and training and evaluations take turns on it
     _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
+    _waiting: "list[gymnasium.Env[Any, Any]]" = field(
+        default_factory=list
+    )  # made, and not asked for yet; or the real one
 
     def seen(self, pixels: int, stack: int) -> "Source":
         """The same, seen in another way."""
@@ -67,7 +71,27 @@ class Source:
 
     @property
     def name(self) -> str:
+        if isinstance(self.env, gymnasium.Env):
+            return self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
         return self.env if isinstance(self.env, str) else str(getattr(self.env, "__name__", type(self.env).__name__))
+
+    def as_real(self, asked: bool) -> "Source":
+        """The same as a real environment, if that is `asked` for or its metadata says so. It is made for that."""
+        if not asked and (self.vector is not None or self._pooled):
+            return self
+        if self.vector is not None or self._pooled:
+            raise T3DError(f"--real-env is for one environment; {self.name} is several at once.")
+        one = self.one()
+        self._waiting.append(one)
+        declared = bool((getattr(one, "metadata", None) or {}).get("real", False))
+        return replace(self, real=asked or declared or isinstance(self.env, gymnasium.Env))
+
+    def close(self) -> None:
+        """Close what was made and not handed out, and a real environment that was made here."""
+        while self._waiting:
+            env = self._waiting.pop()
+            if not isinstance(self.env, gymnasium.Env):  # an object belongs to whoever made it
+                close_env(env)
 
     @property
     def from_python(self) -> bool:
@@ -79,7 +103,7 @@ class Source:
         return isinstance(self.env, str) and self.env.startswith(PREFIX)
 
     @property
-    def _full(self) -> str | Maker:
+    def _full(self) -> "str | Maker | gymnasium.Env[Any, Any]":
         """With the module that registers it, where that goes without saying."""
         for pattern, module in SUITES.items():
             if isinstance(self.env, str) and re.fullmatch(pattern, self.env) and self.env not in gymnasium.registry:
@@ -87,7 +111,9 @@ class Source:
         return self.env
 
     def one(self) -> "gymnasium.Env[Any, Any]":
-        """One environment, new each time."""
+        """One environment, new each time; a real one is always the same."""
+        if self._waiting:
+            return self._waiting[-1] if self.real else self._waiting.pop()
         if self._pooled:
             raise T3DError(
                 f"{self.name}: EnvPool's environments come in pools; --relabel and --pixels need single ones."
@@ -104,7 +130,7 @@ class Source:
 
     def _one(self) -> "gymnasium.Env[Any, Any]":
         try:
-            return make(self._full, self.args, self.pixels)  # type: ignore[no-any-return]
+            return self._called()
         except ModuleNotFoundError as problem:
             raise self._without(problem.name or str(self._full).rpartition(":")[0]) from problem
         except error.DependencyNotInstalled as problem:
@@ -120,9 +146,19 @@ class Source:
                 ) from problem
             near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
             raise T3DError(f"there is no environment {self.name}.{near}") from problem
-        except Exception as problem:
+        except Raised as problem:
             how = " and shown in pictures (MuJoCo's need a GL library, as Debian's libegl1)" if self.pixels else ""
-            raise T3DError(f"{self.name} cannot be made{how}: {said(problem)}") from problem
+            raise T3DError(f"{self.name} cannot be made{how}: {problem}") from problem
+
+    def _called(self) -> "gymnasium.Env[Any, Any]":
+        """What it makes; whatever it raises, SystemExit too, is `Raised`, but for what is missing here."""
+        missing = (ModuleNotFoundError, error.DependencyNotInstalled, error.UnregisteredEnv, error.NamespaceNotFound)
+        try:
+            return calling(lambda: make(self._full, self.args, self.pixels))  # type: ignore[no-any-return]
+        except Raised as problem:
+            if isinstance(problem.__cause__, missing):
+                raise problem.__cause__ from None
+            raise
 
     def _without(self, module: str) -> T3DError:
         """What to say where a module is missing."""
@@ -132,6 +168,8 @@ class Source:
 
     def path(self) -> tuple[Path, str]:
         """How environments of this source are stepped without workers, and why so."""
+        if self.real:
+            return "gymnasium", "it is real"
         if self.from_python:
             return "gymnasium", "it is made by a function in Python"
         if self._pooled:
@@ -184,13 +222,14 @@ class Source:
             actions = ActionRange.of(first.action_space, self.name)
             limit = None if first.spec is None else first.spec.max_episode_steps
         except BaseException:
-            first.close()
+            if not self.real:
+                close_env(first)
             raise
         path, _ = self.path()
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
-            first.close()
+            close_env(first)
             processes = [
                 Worker(self.name, self._full, self.args, self.pixels, list(range(k, count, workers)), stall_seconds)
                 for k in range(min(workers, count))
@@ -208,7 +247,8 @@ class Source:
 
             return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
-            slots = [LocalSlot(env) for env in (first, *(self.one() for _ in range(count - 1)))]
+            make = None if self.real else self.one
+            slots = [LocalSlot(env, make) for env in (first, *(self.one() for _ in range(count - 1)))]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
 
     def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
@@ -246,8 +286,23 @@ def _newest(env: str) -> str:
     return f"{env}-v{max(known)}" if known else env
 
 
+def refuse_paths(args: Any, where: str, key: str = "") -> None:
+    """Arguments that a file hands to an environment may be numbers and words, not paths and modules: those it opens."""
+    if isinstance(args, dict):
+        for name, value in args.items():
+            refuse_paths(value, where, key or str(name))
+    elif isinstance(args, list):
+        for value in args:
+            refuse_paths(value, where, key)
+    elif isinstance(args, str) and re.search(r"[/\\:]|\.\w+$|^~", args):
+        raise T3DError(
+            f"{where} would hand {key} = {shown(args)} to the environment, which may open or import it;"
+            " if you trust it, add --allow-env-args (in Python: allow_env_args=True)."
+        )
+
+
 def open_source(
-    env: "str | Maker | VectorEnv[Any, Any, Any]",
+    env: "str | Maker | gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]",
     args: dict[str, Any] | None = None,
     allowed_modules: tuple[str, ...] | None = None,
     eval_env: str | Maker | None = None,
@@ -256,7 +311,7 @@ def open_source(
     if isinstance(env, VectorEnv):
         return _from_vector(env, eval_env)
     if isinstance(env, gymnasium.Env):
-        raise T3DError("this is one environment, and several are needed: give its id, or a function that makes one.")
+        return Source(env, real=True)
     if isinstance(env, str):
         module = env.rpartition(":")[0]
         if module and allowed_modules is not None and module not in allowed_modules:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from t3d.envs.batch import EnvBatch, Flags, Floats, Moved
+from t3d.envs.batch import EnvBatch, EnvError, Flags, Floats, Moved
 from t3d.sight import Sight
 
 
@@ -28,6 +28,26 @@ class Stacked:
     @property
     def cut(self) -> int:
         return self._batch.cut
+
+    @property
+    def cut_failures(self) -> bool:
+        return self._batch.cut_failures
+
+    @cut_failures.setter
+    def cut_failures(self, cut: bool) -> None:
+        self._batch.cut_failures = cut
+
+    @property
+    def failures(self) -> list[EnvError]:
+        return self._batch.failures
+
+    @property
+    def worker_lost(self) -> Flags | None:
+        return self._batch.worker_lost
+
+    @property
+    def blamed(self) -> Flags | None:
+        return self._batch.blamed
 
     @property
     def episodes(self) -> list[int]:

@@ -5,7 +5,7 @@ SAME_STEP   the call that ends an episode already shows the next one; the true l
 DISABLED    it must be reset by hand, with a mask
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
-from t3d.envs.gym import observable
-from t3d.errors import T3DError
+from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
+from t3d.envs.gym import as_array, observable
+from t3d.envs.slots import Raised, calling, close_env
+from t3d.errors import T3DError, shown
 from t3d.layout import channels_last, size
 from t3d.sight import Sight
 
@@ -27,6 +28,9 @@ class VectorBatch:
     sight: Sight | None = None
     lost = cut = 0
     together = True
+    cut_failures = False  # it fails as a whole: nothing can be cut
+    worker_lost: Flags | None = None
+    blamed: Flags | None = None
 
     def __init__(self, name: str, env: "VectorEnv[Any, Any, Any]", episode_seed: EpisodeSeed) -> None:
         self.name, self.count, self._env = name, env.num_envs, env
@@ -38,6 +42,7 @@ class VectorBatch:
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         self.mode = AutoresetMode(getattr(mode, "value", mode))
         self._episode_seed = episode_seed
+        self.failures: list[EnvError] = []
         self._steps = 0
         self._ended = np.zeros(self.count, bool)  # NEXT_STEP: whose next call only resets
         self._obs = np.zeros((self.count, self.obs_dim), np.float32)
@@ -49,7 +54,7 @@ class VectorBatch:
     def reset(self, episodes: Sequence[int] | None = None) -> Floats:
         numbers = episodes or [0] * self.count
         seeds: Any = [self._episode_seed(i, numbers[i]) for i in range(self.count)]  # one each; typed as one for all
-        obs, _ = self._env.reset(seed=seeds)
+        obs, _ = self._pair(self._call("reset", lambda: self._env.reset(seed=seeds)))
         self._ended[:] = False
         self._obs = self._flat(obs)
         return self._obs.copy()
@@ -58,9 +63,15 @@ class VectorBatch:
         # A vector environment moves as a whole: those that are not active play on, and their rows do not count.
         self._steps += 1
         wanted = np.ones(self.count, bool) if active is None else active
-        raw, reward, terminated, truncated, info = self._env.step(self.actions.to_env(np.asarray(actions)))
-        obs, reward = self._flat(raw), np.asarray(reward, np.float64)
-        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+        played = self.actions.to_env(np.asarray(actions))
+        returned = self._call("step", lambda: self._env.step(played))
+        if not (isinstance(returned, tuple) and len(returned) == 5):
+            what = "not (observations, rewards, terminated, truncated, info)"
+            raise self._wrong(f"step() gave {shown(returned)}, {what}")
+        raw, reward, terminated, truncated, info = returned
+        obs, reward = self._flat(raw), self._one_each("rewards", reward, "biuf").astype(np.float64)
+        terminated = self._one_each("terminated flags", terminated, "b")
+        truncated = self._one_each("truncated flags", truncated, "b")
         valid = wanted.copy()
         final_obs, ended = obs, terminated | truncated
         if self.mode == AutoresetMode.NEXT_STEP:
@@ -71,11 +82,11 @@ class VectorBatch:
         elif self.mode == AutoresetMode.SAME_STEP:
             if ended.any():
                 final_obs = obs.copy()
-                for i in np.flatnonzero(ended):
-                    last = channels_last(self.layout, np.asarray(info["final_obs"][i], np.float32))
-                    final_obs[i] = last.reshape(-1)
+                for i in map(int, np.flatnonzero(ended)):
+                    final_obs[i] = self._final_obs(info, i)
         elif ended.any():
-            fresh, _ = self._env.reset(options={"reset_mask": ended})
+            mask = {"reset_mask": ended}
+            fresh, _ = self._pair(self._call("reset", lambda: self._env.reset(options=mask)))
             obs = np.where(ended[:, None], self._flat(fresh), obs)
         reward = np.where(valid, reward, 0.0)
         final_obs = np.where(valid[:, None], final_obs, self._obs)
@@ -83,15 +94,51 @@ class VectorBatch:
         self._obs = obs
         return Moved(obs.copy(), reward, terminated & valid, truncated & valid, final_obs, valid)
 
+    def _call(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return calling(call)
+        except Raised as problem:
+            raise EnvError(f"{self._where()}: {name}() raised {problem}.", call=name, whole=problem.whole) from problem
+
+    def _wrong(self, what: str) -> EnvError:
+        return EnvError(f"{self._where()}: {what}.")
+
+    def _pair(self, returned: Any) -> tuple[Any, Any]:
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise self._wrong(f"reset() gave {shown(returned)}, not (observations, info)")
+        return returned[0], returned[1]
+
+    def _one_each(self, name: str, raw: Any, kinds: str) -> NDArray[Any]:
+        """An array (N,) of numbers or flags."""
+        given = as_array(raw)
+        if given.shape != (self.count,) or given.dtype.kind not in kinds:
+            raise self._wrong(f"the {name} are {given.dtype} {given.shape}, not {self.count} in a row")
+        return given
+
+    def _final_obs(self, info: Any, i: int) -> Floats:
+        """The last observation of the episode that ended in environment i."""
+        try:
+            given = np.asarray(info["final_obs"][i])
+        except (KeyError, TypeError, IndexError, ValueError):
+            raise self._wrong(
+                "an episode ended, and info has no 'final_obs' with its last observation, which SAME_STEP promises"
+            ) from None
+        if given.shape != tuple(self.layout["shape"]) or given.dtype.kind not in "biuf":
+            raise self._wrong(f"info['final_obs'] of environment {i} is {given.dtype} {given.shape}")
+        with np.errstate(over="ignore"):
+            last: Floats = channels_last(self.layout, given).astype(np.float32).reshape(-1)
+        return last
+
     def _flat(self, raw: Any) -> Floats:
-        given = np.asarray(raw)
+        given = as_array(raw)
         if given.shape != (self.count, *self.layout["shape"]) or given.dtype.kind not in "biuf":
-            raise T3DError(f"{self._where(0)}: the observations are {given.dtype} {given.shape}.")
+            raise self._wrong(f"the observations are {given.dtype} {given.shape}")
         with np.errstate(over="ignore"):
             return channels_last(self.layout, given).astype(np.float32).reshape(self.count, -1)
 
-    def _where(self, i: int) -> str:
-        return f"{self.name}, environment {i}, step {self._steps}"
+    def _where(self, i: int | None = None) -> str:
+        one = "vector environment" if i is None else f"environment {i}"
+        return f"{self.name}, {one}, step {self._steps}"
 
     def close(self) -> None:
-        self._env.close()
+        close_env(self._env)

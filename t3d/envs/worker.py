@@ -6,6 +6,9 @@ The parent starts it itself and hands it what to make; no file is ever read here
 
 import os
 import sys
+import threading
+import time
+import traceback
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -13,13 +16,15 @@ from typing import Any
 
 
 def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
-    """One environment, from an id or from whatever makes one when called; if `pixels` are given it shows pictures."""
+    """One environment, from an id or whatever makes one when called, or itself; with `pixels` it shows pictures."""
     if pixels:
         if not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is first imported
-        return rendered(make(env, args if callable(env) else {"render_mode": "rgb_array", **args}), pixels)
+        return rendered(make(env, {"render_mode": "rgb_array", **args} if isinstance(env, str) else args), pixels)
     import gymnasium
 
+    if isinstance(env, gymnasium.Env):
+        return env
     if callable(env):
         return env(**args)
     spec = gymnasium.registry.get(env.rpartition(":")[2])
@@ -82,6 +87,43 @@ def self_resets(env: Any) -> int:
 BAD_STATES = (3, 4, 5)
 
 
+def said(problem: BaseException) -> str:
+    """An exception of somebody else's in one line, with the place it came from."""
+    try:
+        text = str(problem)[:1000]
+    except Exception as second:
+        text = f"its message cannot be read: {type(second).__name__} in __str__"
+    frames = traceback.extract_tb(problem.__traceback__)
+    return f"{type(problem).__name__}: {text}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
+
+
+def whole_traceback(problem: BaseException) -> str:
+    """The same with every line that led there."""
+    try:
+        return "".join(traceback.format_exception(problem))
+    except Exception:  # an exception that breaks the formatting
+        return "".join(traceback.format_tb(problem.__traceback__)) + said(problem)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent ends, however that ends, even in the middle of a step."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        with suppress(OSError, AttributeError):
+            PR_SET_PDEATHSIG = 1
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    # Also on Linux: the parent may have ended before the call, or the thread that started this process did not end.
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def serve(pipe: Connection) -> None:
     """Make the environments, then reset and step them as asked until the pipe closes."""
     import cloudpickle
@@ -97,20 +139,21 @@ def serve(pipe: Connection) -> None:
         try:
             if call == "step":
                 before = self_resets(envs[index])
-                obs, reward, terminated, truncated, _ = envs[index].step(argument)
-                bad = self_resets(envs[index]) > before
-                answer: Any = (obs, reward, bool(terminated), bool(truncated), bad)
+                answer: Any = envs[index].step(argument)
+                answer = (answer, self_resets(envs[index]) > before)
+            elif call == "remake":
+                with suppress(Exception):
+                    envs[index].close()
+                envs[index], answer = make(env, args, pixels), None
             else:
-                answer = envs[index].reset(seed=argument)[0]
+                answer = envs[index].reset(seed=argument)
             pipe.send(("done", answer))
         except Exception as problem:
-            import traceback
-
-            frame = traceback.extract_tb(problem.__traceback__)[-1]
-            pipe.send(("raised", f"{type(problem).__name__}: {problem} ({frame.filename}:{frame.lineno})"))
+            pipe.send(("raised", (said(problem), whole_traceback(problem))))
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    sys.path[:] = sys.argv[2:]  # the parent's, so that its modules are found
+    end_with(int(sys.argv[2]))
+    sys.path[:] = sys.argv[3:]  # the parent's, so that its modules are found
     serve(Connection(int(sys.argv[1])))

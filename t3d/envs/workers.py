@@ -1,5 +1,6 @@
 """Gymnasium environments in worker processes that may die or hang: they are killed, replaced, and the run goes on."""
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import cloudpickle
 from numpy.typing import NDArray
 
 from t3d.envs.slots import Lost, Raised, Stepped
+from t3d.envs.worker import said
 from t3d.errors import T3DError
 
 START_SECONDS = 120.0
@@ -20,9 +22,12 @@ TRIES = 5  # a worker that dies this often without finishing a step is not worth
 
 
 def with_pipe(script: list[str], **options: Any) -> tuple["subprocess.Popen[bytes]", Connection]:
-    """A Python process and this end of a pipe to it; it is told the number of the other end, and where modules are."""
+    """A Python process and this end of a pipe to it.
+
+    Its arguments are the number of the other end, this process's id, and where modules are.
+    """
     ours, theirs = Pipe()
-    command = [sys.executable, *script, str(theirs.fileno()), *sys.path]
+    command = [sys.executable, *script, str(theirs.fileno()), str(os.getpid()), *sys.path]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, **options)
     theirs.close()
     return process, ours
@@ -84,9 +89,15 @@ class Worker:
             self._launch()
             self.ready()
             raise
+        except Raised:
+            self._was_answered()
+            raise
+        self._was_answered()
+        return answer
+
+    def _was_answered(self) -> None:
         self.waiting.pop(0)
         self._deaths_in_a_row = 0
-        return answer
 
     def _receive(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
@@ -98,8 +109,12 @@ class Worker:
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
             raise Lost from None
+        except Lost:
+            raise
+        except Exception as problem:  # of unpickling what the environment returned
+            raise Raised(f"what cannot be sent from its process: {said(problem)}") from problem
         if kind == "raised":
-            raise Raised(value)
+            raise Raised(*value)
         return value
 
     def close(self) -> None:
@@ -126,8 +141,13 @@ class WorkerSlot:
 
     def end(self) -> Stepped:
         if self._generation != self._worker.replaced:
-            raise Lost  # the process was replaced since: this environment's episode went with it
+            raise Lost(here=False)  # the process was replaced since: this environment's episode went with it
         return Stepped(*self._worker.answer())
+
+    def remake(self) -> None:
+        self._generation = self._worker.replaced
+        self._worker.send("remake", self._index, None)
+        self._worker.answer()
 
     def close(self) -> None:
         pass  # the workers are closed as a whole

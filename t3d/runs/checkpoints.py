@@ -3,21 +3,25 @@
     checkpoints/step-N/state.safetensors    every number of the run's state but the replay memory's rows
     checkpoints/step-N/manifest.json        written last: with it the checkpoint exists, without it there is none
     replay/step-N.safetensors               the rows that were new at step N, never changed again
-    replay/step-N.safetensors.parity        what would mend it
+    replay/step-N.safetensors.parity        what would repair it
 
 The manifest names every file with its size and SHA-256, also the segments of the replay memory that belong to it. A
 checkpoint costs what is new. Nothing is overwritten: an old checkpoint is removed when two newer ones are whole, a
 segment when no checkpoint that is left needs it. Writing goes on beside training, one checkpoint at a time.
+
+The folder may come from anybody. Only regular files with the names above are ever removed, and only where a manifest
+that matches its checksum names them or an interrupted write left them. Sizes are compared with what this run can have
+before anything is read.
 
 A ring is a seed's rows, or its frames. What is stored in it is counted from 0 over the run; a segment holds what came
 from `first` to `last`, ring by ring.
 """
 
 import hashlib
-import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,50 +32,52 @@ from torch import Tensor
 
 from t3d import files
 from t3d.errors import T3DError
-from t3d.replay import Replay
-from t3d.runs.parity import mended, parity
+from t3d.files import Folder
+from t3d.replay import Replay, Ring
+from t3d.runs import manifest as manifests
+from t3d.runs.manifest import (
+    SEGMENT_NAME,
+    STATE_NAME,
+    Manifest,
+    Segment,
+    most_manifest,
+    read_manifest,
+    refuse_misfit,
+    steps_in,
+)
+from t3d.runs.metrics import Mark, Metrics
+from t3d.runs.parity import parity, parity_size, repaired
 
-FORMAT = 4
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
 PARITY = ".parity"  # behind a segment's name
 MOST_SEGMENTS = 64  # then older ones are put together,
 LARGE = 2**29  # but never more bytes than twice this: it is all in memory at once
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A file of rows."""
-
-    file: str
-    size: int
-    sha256: str
-    first: list[int]
-    last: list[int]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A manifest, read."""
-
-    folder: Path
-    step: int
-    state_file: str
-    state: files.Written
-    segments: list[Segment]
-    metrics: int  # bytes of metrics.jsonl that were written by then
-    about: dict[str, Any]  # versions, device, threads
-
-
 class Checkpoints:
-    """The checkpoints of a run folder."""
+    """The checkpoints of a run folder. `say` is told what is repaired or passed over."""
 
-    def __init__(self, run: Path, about: dict[str, Any]) -> None:
-        self.run, self.about = run, about
+    def __init__(
+        self, run: Path, metrics: Metrics, about: dict[str, Any], say: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        self.run, self.metrics, self.about, self.say = run, metrics, about, say
         self.segments: list[Segment] = []
+        self._most = 0  # bytes of a manifest
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         for name in ("checkpoints", "replay"):
-            files.make_folder(run / name)
+            with self._folder(name):
+                pass
+
+    @contextmanager
+    def _folder(self, name: str, inside: str | None = None) -> Iterator[Folder]:
+        """A folder of the run, or one inside that; made if need be."""
+        with Folder.open(self.run) as run, run.inside(name, make=True) as folder:
+            if inside is None:
+                yield folder
+            else:
+                with folder.inside(inside, make=True) as inner:
+                    yield inner
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -86,11 +92,13 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Tensor], memory: Replay) -> None:
         """Take a copy of everything now, and write it while training goes on."""
         self.wait()
-        metrics = files.sync(self.run / "metrics.jsonl")
+        mark = self.metrics.sync()
         # On the device: it has to copy before it goes on, and the way to the host is long.
         copy = {name: tensor.detach().clone() for name, tensor in state.items()}
         rings = memory.rings()
+        self._most = most_manifest(len(rings))
         stored, capacities = [int(ring.stored[0]) for ring in rings], [ring.capacity for ring in rings]
+        self._keep_what_is_there(stored, capacities)
         told = self.segments[-1].last if self.segments else [0] * len(rings)
         # The oldest may be overwritten already.
         first = [max(*numbers) for numbers in zip(told, np.subtract(stored, capacities).tolist(), strict=True)]
@@ -99,7 +107,20 @@ class Checkpoints:
         if memory.rows.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._writing = self._worker.submit(self._write, step, copy, rows, first, stored, capacities, metrics, copied)
+        self._writing = self._worker.submit(self._write, step, copy, rows, first, stored, capacities, mark, copied)
+
+    def _keep_what_is_there(self, stored: list[int], capacities: list[int]) -> None:
+        """Forget segments that no row is needed of any more; if another is gone, all rows are written again."""
+        self.segments = [part for part in self.segments if any(_needed(part, stored, capacities))]
+        with self._folder("replay") as replay:
+            for part in self.segments:
+                if replay.kind(part.file) != "file" or replay.size(part.file) != part.size:
+                    self.say(
+                        f"{replay.path / part.file} was removed or changed while the run was going on:"
+                        " all rows of the replay memory are written again."
+                    )
+                    self.segments = []
+                    return
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -118,7 +139,7 @@ class Checkpoints:
         first: list[int],
         last: list[int],
         capacities: list[int],
-        metrics: int,
+        mark: Mark,
         copied: Any,
     ) -> None:
         if copied is not None:
@@ -127,33 +148,28 @@ class Checkpoints:
                 torch.cuda.current_stream().wait_event(copied)
                 state = {name: tensor.cpu() for name, tensor in state.items()}
                 rows = [tensor.cpu() for tensor in rows]
-        segments = [part for part in self.segments if any(_needed(part, last, capacities))]
-        if first != last:
-            name = f"replay/{_free_name(self.run / 'replay', f'step-{step}')}"
-            segments.append(self._write_segment(name, {str(k): t for k, t in enumerate(rows)}, first, last))
-        if len(segments) > MOST_SEGMENTS:
-            segments = self._together(step, segments)
-        folder = files.make_folder(self.run / "checkpoints" / f"step-{step}")
-        # A run may be stopped twice in one step: the manifest then turns from one file to the other, at once.
-        name = _free_name(folder, "state")
-        saved = files.write_tensors(folder / name, state)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "metrics_bytes": metrics,
-            "state_file": name,
-            "state": asdict(saved),
-            "segments": [asdict(part) for part in segments],
-            **self.about,
-        }
-        files.write_json(folder / "manifest.json", {"sha256": _digest(manifest), **manifest})
-        files.sync_folder(folder.parent)
-        if files.sha256(folder / name) != saved.sha256:
-            raise T3DError(f"{folder} does not hold what was written to it: the disk is not to be trusted.")
+        segments = list(self.segments)
+        with self._folder("replay") as replay:
+            if first != last:
+                name = _free_name(replay, f"step-{step}")
+                segments.append(_write_segment(replay, name, dict(enumerate(rows)), first, last))
+            if len(segments) > MOST_SEGMENTS:
+                segments = self._together(replay, step, segments)
+        with self._folder("checkpoints", f"step-{step}") as folder:
+            # A run may be stopped twice in one step: the manifest then turns from one file to the other, at once.
+            name = _free_name(folder, "state")
+            saved = folder.write(name, files.pack(state))
+            folder.write_json(
+                manifests.NAME, Manifest(step, name, saved, segments, capacities, mark, self.about).to_json()
+            )
+            if folder.sha256(name) != saved.sha256:
+                raise T3DError(f"{folder.path} does not hold what was written to it: the disk cannot be trusted.")
+        with self._folder("checkpoints") as checkpoints:
+            checkpoints.sync()
         self.segments = segments
         self._tidy()
 
-    def _together(self, step: int, segments: list[Segment]) -> list[Segment]:
+    def _together(self, replay: Folder, step: int, segments: list[Segment]) -> list[Segment]:
         """Of the older half of the segments those in one file that follow each other and are not large yet."""
         begin = next((i for i, part in enumerate(segments) if part.size < LARGE), 0)
         end = begin + 1
@@ -164,143 +180,194 @@ class Checkpoints:
         if end - begin < 2:
             return segments
         old = segments[begin:end]
-        parts = [self._read_segment(part) for part in old]
-        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        name = f"replay/{_free_name(self.run / 'replay', f'step-{step}-together')}"
-        return [*segments[:begin], self._write_segment(name, rows, old[0].first, old[-1].last), *segments[end:]]
-
-    def _write_segment(self, name: str, rows: Mapping[str, Tensor], first: list[int], last: list[int]) -> Segment:
-        """Both checkpoints that are kept need it, so it is written with what would mend it."""
-        written = files.write_tensors(self.run / name, rows)
-        files.write_bytes(self.run / (name + PARITY), parity(files.read_bytes(self.run / name)))
-        return Segment(name, written.size, written.sha256, first, last)
+        parts = [_read_tensors(replay, part.file, part.size, part.sha256) for part in old]
+        rows = {int(name): torch.cat([part[name] for part in parts]) for name in parts[0]}
+        name = _free_name(replay, f"step-{step}-together")
+        return [*segments[:begin], _write_segment(replay, name, rows, old[0].first, old[-1].last), *segments[end:]]
 
     def _tidy(self) -> None:
-        """Remove what no checkpoint needs that stays."""
-        found, whole = sorted(self._folders(), reverse=True), sorted(self.written(), reverse=True)
-        stay = whole[:KEPT]
-        for step in found:
-            if step not in stay and (step in whole or step < max(stay, default=0)):
-                # The manifest first: a folder without it is no checkpoint, whatever is left of it.
-                files.remove(self._folder(step) / "manifest.json")
-                files.remove(self._folder(step))
-        needed = {part.file for part in self.segments}
-        for step in stay:
-            needed |= {part["file"] for part in files.read_json(self._folder(step) / "manifest.json")["segments"]}
-        for path in (self.run / "replay").iterdir():
-            if f"replay/{path.name.removesuffix(PARITY)}" not in needed:
-                files.remove(path)
+        """Remove the checkpoints that are older than those that stay; one that is damaged is left alone."""
+        with self._folder("checkpoints") as checkpoints, self._folder("replay") as replay:
+            whole: dict[int, Manifest] = {}
+            for step in steps_in(checkpoints):
+                with suppress(T3DError), checkpoints.inside(f"step-{step}") as folder:
+                    whole[step] = read_manifest(folder, step, self._most)
+            stay = sorted(whole)[-KEPT:]
+            needed = {part.file for step in stay for part in whole[step].segments}
+            for step in sorted(whole)[:-KEPT]:
+                # The manifest last: as long as it is there, it says what else is to go.
+                for part in whole[step].segments:
+                    if part.file not in needed:
+                        _remove(replay, part.file, part.file + PARITY)
+                with suppress(T3DError), checkpoints.inside(f"step-{step}") as folder:
+                    _remove_states(folder)
+                    _remove(folder, manifests.NAME)
+                checkpoints.remove_empty(f"step-{step}")
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def _folder(self, step: int) -> Path:
-        return self.run / "checkpoints" / f"step-{step}"
-
-    def _folders(self) -> list[int]:
-        names = (path.name.removeprefix("step-") for path in (self.run / "checkpoints").iterdir())
-        return [int(name) for name in names if name.isdecimal()]
-
     def written(self) -> list[int]:
         """The steps of all checkpoints that were ever finished and are still there, damaged ones too."""
-        return [step for step in self._folders() if (self._folder(step) / "manifest.json").exists()]
+        with self._folder("checkpoints") as checkpoints:
+            return [step for step in steps_in(checkpoints) if _has_manifest(checkpoints, step)]
 
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a sentence for each newer one that is not.
+    def newest(self, memory: Replay, most_state: int) -> Manifest | None:
+        """The newest checkpoint that is whole or can be repaired, for this memory and a state of so many bytes.
 
-        If none is whole, because a segment is damaged that all of them need, it is mended.
+        Each newer one that is passed over is said, with the reason.
         """
-        found, skipped = self._newest(mend=False)
-        return self._newest(mend=True) if found is None and self.written() else (found, skipped)
+        rings = memory.rings()
+        self._most = most_manifest(len(rings))
+        with self._folder("checkpoints") as checkpoints, self._folder("replay") as replay:
+            for step in reversed(steps_in(checkpoints)):
+                try:
+                    with checkpoints.inside(f"step-{step}") as folder:
+                        if folder.kind(manifests.NAME) is None:
+                            self.say(f"{folder.path} was being written when the run ended: it is skipped.")
+                            continue
+                        found = read_manifest(folder, step, self._most)
+                        most = max(sum(ring.rows[: ring.capacity].nbytes for ring in rings), 2 * LARGE)
+                        refuse_misfit(found, rings, most_state, most, folder.path / manifests.NAME)
+                        self.metrics.check(found.metrics)
+                        _check(folder, found.state_file, found.state.size, found.state.sha256)
+                    for part in found.segments:
+                        self._check_or_repair(replay, part)
+                    return found
+                except T3DError as error:
+                    self.say(f"{error} The checkpoint of step {step:,} is skipped.")
+        return None
 
-    def _newest(self, mend: bool) -> tuple[Checkpoint | None, list[str]]:
-        said: list[str] = []
-        for step in sorted(self._folders(), reverse=True):
-            folder = self._folder(step)
-            if not (folder / "manifest.json").exists():
-                said.append(f"{folder}: was being written when the run ended; skipped.")
-                continue
-            try:
-                checkpoint = self._verified(folder)
-                for part in checkpoint.segments:
-                    said += self._mended(part) if mend else []
-                    self._check(self.run / part.file, part.size, part.sha256)
-                return checkpoint, said
-            except T3DError as error:
-                said.append(f"{error} That checkpoint is skipped.")
-        return None, said
-
-    def _mended(self, part: Segment) -> list[str]:
-        """Put a segment right if it is damaged and can be; what was done, in a sentence."""
-        path, beside = self.run / part.file, self.run / (part.file + PARITY)
-        if not (path.is_file() and beside.is_file()) or files.sha256(path) == part.sha256:
-            return []
-        content = mended(files.read_bytes(path), files.read_bytes(beside))
-        if hashlib.sha256(content).hexdigest() != part.sha256:
-            return []
-        files.write_bytes(path, content)
-        return [f"{path} was damaged; it was mended from {beside.name}."]
-
-    def _verified(self, folder: Path) -> Checkpoint:
-        """A manifest that is as it was written, and its state too; the segments are for others to look at."""
-        path = folder / "manifest.json"
-        values = files.read_json(path)
-        if values.pop("sha256", None) != _digest(values):
-            raise T3DError(f"{path} is not as it was written: it is damaged.")
-        if values.pop("format", None) != FORMAT:
-            raise T3DError(f"{path} has another format than {FORMAT}.")
+    def _check_or_repair(self, replay: Folder, part: Segment) -> None:
+        """Put a segment right from its parity, or its parity from the segment; refuse it if neither can be."""
+        beside = part.file + PARITY
         try:
-            state = files.Written(**values.pop("state"))
-            segments = [Segment(**part) for part in values.pop("segments")]
-            step, name, metrics = (values.pop(key) for key in ("step", "state_file", "metrics_bytes"))
-            checkpoint = Checkpoint(folder, step, name, state, segments, metrics, values)
-            if Path(name).name != name:
-                raise ValueError(f"{name} is no file of it")
-            if f"step-{checkpoint.step}" != folder.name or type(checkpoint.metrics) is not int:
-                raise ValueError("it belongs to another folder")
-            for part in segments:
-                if Path(part.file).parent != Path("replay") or len(part.first) != len(part.last):
-                    raise ValueError(f"{part.file} is no segment")
-        except (KeyError, TypeError, ValueError) as error:
-            raise T3DError(f"{path} is no manifest of a checkpoint ({error}).") from error
-        self._check(folder / name, state.size, state.sha256)
-        return checkpoint
+            _check(replay, part.file, part.size, part.sha256)
+        except T3DError as damage:
+            content = _repaired(replay, part)
+            if content is None:
+                raise
+            replay.write(part.file, content)
+            self.say(f"{damage} It was repaired from {beside}.")
+        try:
+            _check(replay, beside, parity_size(part.size), part.parity_sha256)
+        except T3DError as damage:
+            if replay.kind(beside) in ("file", None):
+                replay.write(beside, parity(replay.read(part.file, part.size)))
+                self.say(f"{damage} It was written again.")
 
-    def _check(self, path: Path, size: int, sha256: str) -> None:
-        if not path.is_file():
-            raise T3DError(f"{path} is missing.")
-        if path.stat().st_size != size or files.sha256(path) != sha256:
-            raise T3DError(f"{path} is not as it was written: it is damaged.")
+    def load(self, found: Manifest, memory: Replay) -> dict[str, Tensor]:
+        """Fill the memory and return the state; what is newer than this checkpoint is removed."""
+        self.discard_unfinished(found)
+        rings = memory.rings()
+        with self._folder("replay") as replay:
+            for part in found.segments:
+                rows = _read_tensors(replay, part.file, part.size, part.sha256)
+                _refuse_other_rows(replay.path / part.file, rows, part, rings)
+                for k, ring in enumerate(rings):
+                    ring.put(part.first[k], rows[str(k)])
+        self.segments = list(found.segments)
+        with self._folder("checkpoints", f"step-{found.step}") as folder:
+            state = _read_tensors(folder, found.state_file, found.state.size, found.state.sha256)
+            for name, stored in memory.counters().items():
+                if name in ("stored", "framed") and not np.array_equal(state.get(f"memory.{name}", ()), stored):
+                    raise T3DError(f"{folder.path}: its state and its segments disagree about how many rows there are.")
+        self.metrics.begin(found.metrics)
+        return state
 
-    def load(self, checkpoint: Checkpoint, memory: Replay) -> dict[str, Tensor]:
-        """Fill the memory and return the state; everything newer than this checkpoint is removed."""
-        for step in self._folders():
-            if step > checkpoint.step or not (self._folder(step) / "manifest.json").exists():
-                files.remove(self._folder(step))
-        for part in checkpoint.segments:
-            rows = [tensor for _, tensor in sorted(self._read_segment(part).items(), key=_number)]
-            for ring, first, of_ring in zip(memory.rings(), part.first, rows, strict=True):
-                ring.put(first, of_ring)
-        self.segments = list(checkpoint.segments)
-        self._tidy()
-        files.cut(self.run / "metrics.jsonl", checkpoint.metrics)
-        return files.read_tensors(checkpoint.folder / checkpoint.state_file)
-
-    def _read_segment(self, part: Segment) -> dict[str, Tensor]:
-        return files.read_tensors(self.run / part.file)
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    def discard_unfinished(self, found: Manifest | None = None) -> None:
+        """Remove what an interrupted write left, and what is newer than the checkpoint that the run goes on from."""
+        now = -1 if found is None else found.step
+        with self._folder("checkpoints") as checkpoints, self._folder("replay") as replay:
+            for step in steps_in(checkpoints):
+                if step > now or not _has_manifest(checkpoints, step):
+                    with suppress(T3DError), checkpoints.inside(f"step-{step}") as folder:
+                        # The manifest first: without it the rest is no checkpoint, whatever is left of it.
+                        _remove(folder, manifests.NAME)
+                        _remove_states(folder)
+                    checkpoints.remove_empty(f"step-{step}")
+            needed = set() if found is None else {part.file for part in found.segments}
+            for name in replay.names():
+                match = SEGMENT_NAME.fullmatch(_written_as(name).removesuffix(PARITY))
+                # Older ones may belong to an older checkpoint.
+                if match and int(match[1]) >= now and (match[0] not in needed or name.startswith(".")):
+                    _remove(replay, name)
 
 
-def _free_name(folder: Path, stem: str) -> str:
+def _written_as(name: str) -> str:
+    """The name that a file was to have: of `.NAME.part`, which an interrupted write leaves, it is NAME."""
+    return name[1:-5] if name.startswith(".") and name.endswith(".part") else name
+
+
+def _remove_states(folder: Folder) -> None:
+    _remove(folder, *(name for name in folder.names() if STATE_NAME.fullmatch(_written_as(name))))
+
+
+def _remove(folder: Folder, *names: str) -> None:
+    """Regular files; what cannot be removed stays, because tidying is no reason to stop a run."""
+    for name in names:
+        with suppress(T3DError):
+            folder.remove(name)
+
+
+def _has_manifest(checkpoints: Folder, step: int) -> bool:
+    try:
+        with checkpoints.inside(f"step-{step}") as folder:
+            return folder.kind(manifests.NAME) is not None
+    except T3DError:
+        return False  # a link, say
+
+
+def _check(folder: Folder, name: str, size: int | None, sha256: str) -> None:
+    path = folder.path / name
+    if folder.kind(name) is None:
+        raise T3DError(f"{path} is missing.")
+    now = folder.size(name)
+    if size is not None and now != size:
+        raise T3DError(f"{path} has {now:,} bytes where {size:,} were written: it is damaged.")
+    if folder.sha256(name) != sha256:
+        raise T3DError(f"{path} is not as it was written: it is damaged.")
+
+
+def _read_tensors(folder: Folder, name: str, size: int, sha256: str) -> dict[str, Tensor]:
+    """The tensors of a file that has just been checked, checked once more as they are read."""
+    content = folder.read(name, size)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise T3DError(f"{folder.path / name} is not as it was written: it is damaged.")
+    return files.unpack(content, folder.path / name)
+
+
+def _repaired(replay: Folder, part: Segment) -> bytes | None:
+    """What a damaged segment was, if its parity tells; it may also be too long, or too short."""
+    if replay.kind(part.file) != "file" or replay.kind(part.file + PARITY) != "file":
+        return None
+    with os.fdopen(replay.open_file(part.file, os.O_RDONLY), "rb") as file:
+        content = file.read(part.size).ljust(part.size, b"\0")
+    content = repaired(content, replay.read(part.file + PARITY, parity_size(part.size)))
+    return content if hashlib.sha256(content).hexdigest() == part.sha256 else None
+
+
+def _refuse_other_rows(path: Path, rows: Mapping[str, Tensor], part: Segment, rings: Sequence[Ring]) -> None:
+    """A segment that matches its hash may still be somebody else's work."""
+    expected = {
+        str(k): ((part.last[k] - part.first[k], *ring.rows.shape[1:]), ring.rows.dtype) for k, ring in enumerate(rings)
+    }
+    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in rows.items()} != expected:
+        raise T3DError(f"{path} does not hold the rows that its manifest speaks of.")
+    files.refuse_numbers(path, rows, lambda name, tensor: False)
+
+
+def _write_segment(folder: Folder, name: str, rows: Mapping[int, Tensor], first: list[int], last: list[int]) -> Segment:
+    """Both checkpoints that are kept need it, so it is written with what would repair it."""
+    content = files.pack({str(k): tensor for k, tensor in rows.items()})
+    written = folder.write(name, content)
+    beside = folder.write(name + PARITY, parity(content))
+    return Segment(name, written.size, written.sha256, beside.sha256, first, last)
+
+
+def _free_name(folder: Folder, stem: str) -> str:
     """STEM.safetensors, or STEM-2, STEM-3, …: nothing that a manifest may name is overwritten."""
     names = (f"{stem}{f'-{number}' if number > 1 else ''}.safetensors" for number in count(1))
-    return next(name for name in names if not (folder / name).exists())
-
-
-def _number(item: tuple[str, Tensor]) -> int:
-    return int(item[0])
+    return next(name for name in names if folder.kind(name) is None)
 
 
 def _needed(part: Segment, stored: list[int], capacities: list[int]) -> list[bool]:

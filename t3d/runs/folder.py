@@ -1,6 +1,5 @@
 """Making a run folder, writing to it, and reading it again."""
 
-import json
 import os
 import re
 import time
@@ -10,11 +9,25 @@ from typing import IO, Any, Literal, get_args
 
 from t3d import files
 from t3d.config import PRESETS
-from t3d.errors import T3DError
+from t3d.errors import T3DError, shown
+from t3d.files import Folder
 from t3d.modules import Network
-from t3d.policy import Policy, read_policy
+from t3d.policy import MOST_BYTES, Policy, policy_of_bytes
+from t3d.runs.manifest import newest_manifest
+from t3d.runs.metrics import Metrics
 
-FORMAT = 1
+FORMAT = 2
+CONFIG = "config.json"
+MOST_CONFIG = 2**20  # bytes
+MOST_SEEDS = 10_000
+LONGEST_NAME = 1000
+OURS = {
+    CONFIG: "file",
+    "metrics.jsonl": "file",
+    ".lock": "file",
+    **dict.fromkeys(("policies", "report", "errors", "checkpoints", "replay"), "folder"),
+}  # what a run folder holds, and of what kind it is
+LARGEST_SEED = 2**62 - 1
 NOT_KNOBS = (
     "format",
     "env",
@@ -47,7 +60,7 @@ def claim(out: str | Path | None, env: str) -> Path:
 
 
 def refuse_used(path: Path) -> None:
-    """Say so where a folder cannot become a new run's."""
+    """Say so where a folder cannot become a new run's. One that was killed before it was a run is as good as empty."""
     try:
         if not path.exists():
             return
@@ -56,13 +69,33 @@ def refuse_used(path: Path) -> None:
     if not path.is_dir():
         raise T3DError(f"{path} is a file, not a folder; give --out another name.")
     try:
-        held = "a run" if (path / "config.json").exists() else "files" if any(path.iterdir()) else ""
-    except OSError as error:
-        raise T3DError(f"cannot use the folder {path}: {error.strerror}.") from error
+        with Folder.open(path) as folder:
+            held = "a run" if folder.kind(CONFIG) else "" if _never_began(folder) else "files"
+    except T3DError as error:
+        raise T3DError(f"cannot use it for --out: {error}") from error
     if held:
         raise T3DError(f"{path} already holds {held}; give --out a new or empty folder.")
     if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise T3DError(f"cannot write in the folder {path}: Permission denied.")
+
+
+def _never_began(folder: Folder) -> bool:
+    """Whether it holds nothing but what `Run.begin` makes before config.json: empty files and folders of our names."""
+
+    def empty(name: str) -> bool:
+        with folder.inside(name) as inner:
+            return not inner.names()
+
+    for name in folder.names():
+        kind = folder.kind(name)
+        if name in ("policies", "report") and kind == "folder" and empty(name):
+            continue
+        if name == "metrics.jsonl" and kind == "file" and folder.size(name) == 0:
+            continue
+        if name in (".lock", f".{CONFIG}.part", ".metrics.jsonl.part") and kind == "file":
+            continue
+        return False
+    return True
 
 
 class Run:
@@ -70,6 +103,7 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.log = Metrics(self.path)
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.config['env']}, seeds {self.seeds}>"
@@ -80,16 +114,26 @@ class Run:
     def open(path: "str | Path | Run") -> "Run":
         """An existing run."""
         run = path if isinstance(path, Run) else Run(path)
-        if not run.path.exists():
+        try:
+            there = run.path.exists()
+        except (OSError, ValueError) as error:
+            raise T3DError(f"cannot look for the run {run.path}: {error}.") from error
+        if not there:
             raise T3DError(f"there is no run {run.path}.")
-        if not (run.path / "config.json").is_file():
-            raise T3DError(f"{run.path} is not a run folder: it holds no config.json.")
+        with Folder.open(run.path) as folder:
+            if folder.kind(CONFIG) is None:
+                raise T3DError(f"{run.path} is not a run folder: it holds no config.json.")
+            for name, kind in OURS.items():
+                if (found := folder.kind(name)) not in (kind, None):
+                    raise T3DError(f"{run.path / name} is a {found}, not a {kind}: it was not made by T3D.")
         return run
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, as it was written when the run began."""
-        return read_config(self.path / "config.json")
+        with Folder.open(self.path) as folder:
+            values = files.parse_object(folder.read(CONFIG, MOST_CONFIG), self.path / CONFIG)
+        return checked_config(files.without_sum(values, self.path / CONFIG), self.path / CONFIG)
 
     @property
     def seeds(self) -> list[int]:
@@ -98,38 +142,49 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every row of metrics.jsonl."""
-        path, rows = self.path / "metrics.jsonl", []
-        whole, _, _ = files.read_text(path).rpartition("\n")  # a line without its end was cut off by a crash
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                row["kind"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise T3DError(f"{path}, line {number}, is not a row of metrics ({error}).") from error
-            rows.append(row)
-        return rows
+        newest = newest_manifest(self.path, len(self.seeds))
+        return self.log.rows(newest[0].metrics if newest else None)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows of the evaluations: step, seed, returns, lengths, mean."""
         return [row for row in self.metrics if row["kind"] == "evaluation"]
 
+    @property
+    def has_evaluations(self) -> bool:
+        """Whether policies are evaluated in training; without it there is only the last policy of each seed."""
+        return bool(self.config.get("eval_every", 1))
+
     def best_seed(self, network: Network | None = None) -> int:
-        """The seed whose best policy scored highest."""
+        """The seed whose best policy scored highest; without evaluations the first one."""
+        if not self.has_evaluations:
+            return self.seeds[0]
         return max(self.seeds, key=lambda seed: _mean(self.policy(seed, network=network).card.returns))
 
     def policy(self, seed: int | None = None, which: Which = "best", network: Network | None = None) -> Policy:
-        """The policy of a seed at its best evaluation or the last one; by default of the best seed."""
+        """The policy of a seed at its best evaluation or the last one; by default of the best seed.
+
+        Without evaluations there is no best one, and the last one is taken.
+        """
+        if which not in get_args(Which):
+            raise T3DError(f"there is no {shown(which)} policy; there are {', '.join(get_args(Which))}.")
         if seed is None:
             seed = self.best_seed(network)
-        if which not in get_args(Which):
-            raise T3DError(f"there is no '{which}' policy; there are {', '.join(get_args(Which))}.")
+        if not self.has_evaluations:
+            which = "last"
         if seed not in self.seeds:
             raise T3DError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, self.seeds))}.")
         path = self.policy_path(seed, which)
-        if not path.exists():
-            raise T3DError(f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing).")
-        policy = read_policy(path, network)
+        with Folder.open(self.path) as folder:
+            if folder.kind("policies") is None:
+                raise T3DError(f"{self.path} holds no policies yet.")
+            with folder.inside("policies") as policies:
+                if policies.kind(path.name) is None:
+                    raise T3DError(
+                        f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing)."
+                        + (" Its last one is there: which='last', --policy last." if which == "best" else "")
+                    )
+                policy = policy_of_bytes(policies.read(path.name, MOST_BYTES), path, network)
         if policy.card.seed != seed:
             raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
         return policy
@@ -142,40 +197,79 @@ class Run:
     def lock(self) -> IO[str]:
         """Be the only one who writes here, until the file that is returned is closed or this process ends."""
         sentence = f"{self.path} is being written by {{}}: one run folder has one writer."
-        return files.lock(self.path / ".lock", sentence)
+        with Folder.open(self.path) as folder:
+            return folder.lock(".lock", sentence)
 
     def begin(self, config: dict[str, Any]) -> None:
         """Write what is to be done."""
-        for folder in ("policies", "report"):
-            files.make_folder(self.path / folder)
-        files.append_lines(self.path / "metrics.jsonl", [])
-        files.write_json(self.path / "config.json", {"format": FORMAT, **config})  # last: it makes the folder a run
+        refuse_used(self.path)  # now that it is locked: another process may have been faster
+        with Folder.open(self.path) as folder:
+            for name in ("policies", "report"):
+                with folder.inside(name, make=True):
+                    pass
+        self.log.begin()
+        self.write_config(config)  # last: it makes the folder a run
 
-    def restart(self) -> None:
-        """Before the first checkpoint: forget what was recorded."""
-        files.write_bytes(self.path / "metrics.jsonl", b"")
+    def write_config(self, config: dict[str, Any]) -> None:
+        """config.json, with a checksum of it."""
+        values = {**config, "format": FORMAT}
+        with Folder.open(self.path) as folder:
+            folder.write_json(CONFIG, files.with_sum(values))
+        self.__dict__["config"] = values  # what was read before
+
+    def update_config(self, changed: dict[str, Any]) -> None:
+        """Write config.json again, if one of these values is another one."""
+        if any(self.config.get(name) != value for name, value in changed.items()):
+            self.write_config({**self.config, **changed})
+
+    def write(self, folder: str, name: str, content: bytes) -> None:
+        """A file in policies/, report/ or errors/, which is made again if it is gone."""
+        with Folder.open(self.path) as run, run.inside(folder, make=True) as inner:
+            inner.write(name, content)
+
+    def save_policy(self, policy: Policy, which: Which) -> None:
+        """Write a policy, whole or not at all, and then a copy of its card for people."""
+        path = self.policy_path(policy.card.seed, which)
+        self.write("policies", path.name, policy.to_bytes())
+        self.write("policies", path.with_suffix(".json").name, policy.card_to_bytes())
 
     def record(self, rows: list[dict[str, Any]]) -> None:
         """Append rows to metrics.jsonl."""
-        files.append_lines(self.path / "metrics.jsonl", [json.dumps(row, allow_nan=False) for row in rows])
+        self.log.append(rows)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json with an environment and seeds that make sense; the knobs are checked where they are used."""
+    """The settings in a config.json that somebody may have edited: its checksum does not matter."""
     values = files.read_json(path)
+    values.pop(files.SUM, None)
+    return checked_config(values, path)
+
+
+def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A config with an environment and seeds that make sense; the knobs are checked where they are used."""
     if values.get("format") != FORMAT:
         raise T3DError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}.")
     seeds = values.get("seeds")
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-        raise T3DError(f"{path}: seeds cannot be {seeds!r}; it is a list of whole numbers.")
+        raise T3DError(f"{path}: seeds cannot be {shown(seeds)}; it is a list of whole numbers.")
+    if len(seeds) > MOST_SEEDS or len(set(seeds)) < len(seeds) or not all(0 <= seed <= LARGEST_SEED for seed in seeds):
+        raise T3DError(
+            f"{path}: seeds cannot be {shown(seeds)}; they are at most {MOST_SEEDS:,} different whole numbers from 0 to"
+            " 2^62 - 1."
+        )
     if values.get("preset") not in list(PRESETS):
-        raise T3DError(f"{path}: preset cannot be {values.get('preset')!r}; it is one of {', '.join(PRESETS)}.")
+        raise T3DError(f"{path}: preset cannot be {shown(values.get('preset'))}; it is one of {', '.join(PRESETS)}.")
     if not isinstance(values.get("env_args"), dict):
-        raise T3DError(f"{path}: env_args cannot be {values.get('env_args')!r}; it is an object.")
-    if not isinstance(values.get("env"), str):
-        raise T3DError(f"{path}: env cannot be {values.get('env')!r}; it is the id of an environment.")
+        raise T3DError(f"{path}: env_args cannot be {shown(values.get('env_args'))}; it is an object.")
+    if not isinstance(values.get("network"), str | None) or not isinstance(values.get("callable"), bool | None):
+        raise T3DError(
+            f"{path}: network and callable cannot be {shown([values.get('network'), values.get('callable')])}."
+        )
+    if not isinstance(values.get("env"), str) or len(values["env"]) > LONGEST_NAME:
+        raise T3DError(f"{path}: env cannot be {shown(values.get('env'))}; it is the id of an environment.")
     return values
 
 
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
+def _mean(numbers: list[float | None]) -> float:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else -float("inf")

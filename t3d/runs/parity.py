@@ -14,16 +14,21 @@ BLOCK, GROUP = 4096, 64
 
 
 def parity(content: bytes) -> bytes:
-    """What is needed to mend it: each group's parity, then each block's checksum."""
+    """What is needed to repair it: each group's parity, then each block's checksum."""
     blocks = _blocks(content)
     return bytes(np.bitwise_xor.reduce(blocks, 0)) + bytes(_checksums(blocks))
 
 
-def mended(content: bytes, parity: bytes) -> bytes:
+def parity_size(size: int) -> int:
+    """Bytes of the parity of so many bytes."""
+    return max(1, -(-size // (BLOCK * GROUP))) * (BLOCK + GROUP * 4)
+
+
+def repaired(content: bytes, parity: bytes) -> bytes:
     """The content with every group that has one damaged block put right; whether that was enough, a hash must tell."""
     blocks = _blocks(content)
     groups = blocks.shape[1]
-    if len(parity) != groups * BLOCK + GROUP * groups * 4:
+    if len(parity) != parity_size(len(content)):
         return content
     exclusive_or = np.frombuffer(parity, np.uint8, groups * BLOCK).reshape(groups, BLOCK)
     expected = np.frombuffer(parity, np.uint32, offset=groups * BLOCK).reshape(GROUP, groups)

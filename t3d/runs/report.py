@@ -7,21 +7,30 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from t3d import files
+from t3d.errors import plain
 from t3d.runs.folder import Run
 
 
 def learning_curve(run: Run) -> Path:
-    """report/learning-curve.png: the mean return of each evaluation, every seed and their mean."""
-    figure = draw_learning_curve(run.evaluations, f"T3D on {run.config['env']}")
+    """report/learning-curve.png: the mean return of each evaluation, every seed and their mean.
+
+    Where a run has no evaluations, the returns of its training episodes.
+    """
+    rows, title = run.metrics, f"T3D on {plain(run.config['env'])}".replace("$", r"\$")
+    kind = "evaluation" if run.has_evaluations else "episode"
+    means = [
+        {"seed": row["seed"], "step": row["step"], "mean": row["mean" if kind == "evaluation" else "return"]}
+        for row in rows
+        if row["kind"] == kind
+    ]
+    figure = draw_learning_curve([row for row in means if row["mean"] is not None], title, kind)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144, metadata={"Software": None})
-    path = run.path / "report" / "learning-curve.png"
-    files.write_bytes(path, image.getvalue())
-    return path
+    run.write("report", "learning-curve.png", image.getvalue())
+    return run.path / "report" / "learning-curve.png"
 
 
-def draw_learning_curve(evaluations: list[dict[str, Any]], title: str) -> Figure:
+def draw_learning_curve(evaluations: list[dict[str, Any]], title: str, kind: str = "evaluation") -> Figure:
     """Thin lines for the seeds, a thick one for the mean, a band from the lowest to the highest."""
     curves: dict[int, dict[int, float]] = defaultdict(dict)
     for row in evaluations:
@@ -30,7 +39,7 @@ def draw_learning_curve(evaluations: list[dict[str, Any]], title: str) -> Figure
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     common = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
-    if len(curves) > 1:
+    if len(curves) > 1 and common:
         columns = [[curve[step] for curve in curves.values()] for step in common]
         axes.fill_between(common, [min(c) for c in columns], [max(c) for c in columns], color="#3b6fb6", alpha=0.12)
         axes.plot(common, [sum(c) / len(c) for c in columns], color="#1d3f72", linewidth=2.6, label="mean", zorder=3)
@@ -38,7 +47,7 @@ def draw_learning_curve(evaluations: list[dict[str, Any]], title: str) -> Figure
         wide = 2.2 if len(curves) == 1 else 1.0
         axes.plot(list(curve), list(curve.values()), linewidth=wide, alpha=0.85, label=f"seed {seed}")
     axes.set_xlabel("environment steps per seed")
-    axes.set_ylabel("mean return of an evaluation")
+    axes.set_ylabel("mean return of an evaluation" if kind == "evaluation" else "return of a training episode")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k" if x else "0")
     axes.grid(alpha=0.25)

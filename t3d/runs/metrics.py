@@ -1,0 +1,223 @@
+"""metrics.jsonl: a row for each event, appended; every row is numbered and carries a checksum.
+
+    {"n": 17, "kind": "episode", "step": 400, "seed": 0, "return": -812.4, …, "chain": "9f86d081884c7d65"}
+
+`chain` is a hash of the row before the word and of the row above it, so a row that is changed, lost or put elsewhere is
+found. A crash may cut off the last row, and lose rows that the newest checkpoint does not know: those are made again.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from t3d.errors import T3DError
+from t3d.files import Folder
+
+NAME = "metrics.jsonl"
+LONGEST = 2**20  # bytes of a row
+MOST_STEPS = 2**63  # and seeds
+_DIGITS = 16
+_TAIL = len(', "chain": "') + _DIGITS + len('"}')
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far the file was written: bytes, rows, and the last row's `chain`."""
+
+    size: int = 0
+    rows: int = 0
+    chain: str = "0" * _DIGITS
+
+
+class Metrics:
+    """The metrics.jsonl of a run folder."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / NAME
+        self.mark = Mark()
+        self.say: Callable[[str], None] = lambda sentence: None
+        self._descriptor: int | None = None
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def begin(self, mark: Mark | None = None) -> None:
+        """Start to write: an empty file, or the one that is there up to `mark`, in a file of its own."""
+        mark = mark or Mark()
+        with Folder.open(self.path.parent) as folder:
+            # Copied and not cut: a hard link to it, in somebody's backup, stays as it is.
+            content = b""
+            if mark.size:
+                with os.fdopen(folder.open_file(NAME, os.O_RDONLY), "rb") as file:
+                    content = file.read(mark.size)
+            folder.write(NAME, content)
+            self._open(folder, mark)
+
+    def _open(self, folder: Folder, mark: Mark) -> None:
+        self.close()
+        self._descriptor, self.mark = folder.open_file(NAME, os.O_RDWR | os.O_APPEND), mark
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add rows at the end."""
+        assert self._descriptor is not None, "metrics are begun before they are written"
+        lines, mark = [], self.mark
+        for row in rows:
+            text = json.dumps({"n": mark.rows, **row}, allow_nan=False).encode()
+            chain = _chain(mark.chain, text)
+            lines.append(text[:-1] + f', "chain": "{chain}"}}\n'.encode())
+            mark = Mark(mark.size + len(lines[-1]), mark.rows + 1, chain)
+        try:
+            content, written = b"".join(lines), 0
+            while written < len(content):
+                written += os.write(self._descriptor, content[written:])
+        except OSError as error:
+            raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
+        self.mark = mark
+
+    def sync(self) -> Mark:
+        """Flush the rows so far to the disk; a file that was taken away or replaced is put back."""
+        assert self._descriptor is not None, "metrics are begun before they are written"
+        try:
+            if not self._still_there():
+                self._put_back(self._descriptor)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
+        return self.mark
+
+    def _still_there(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            there = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        ours = os.fstat(self._descriptor)
+        return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, self.mark.size)
+
+    def _put_back(self, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        content = b"".join(os.pread(descriptor, min(2**20, size - at), at) for at in range(0, size, 2**20))
+        last = b"".join(line for _, line, _ in _checked(content[: self.mark.size].splitlines(True), self.path))
+        if len(last) != self.mark.size:
+            raise OSError(errno.EIO, "rows that were written are not there any more")
+        with Folder.open(self.path.parent) as folder:
+            folder.write(NAME, last)
+            self._open(folder, self.mark)
+        self.say(f"{self.path} was removed or changed while the run was writing it: all its rows were written again.")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def rows(self, least: Mark | None = None) -> list[dict[str, Any]]:
+        """Every whole row; `least` is how far they reach at least. A row that a crash cut off is left out."""
+        found, least = [], least or Mark()
+        for mark, _, row in self._lines():
+            if mark.rows == least.rows and mark != least:
+                raise T3DError(f"{self.path}, line {mark.rows}: {_DAMAGED}")
+            found.append(row)
+        if len(found) < least.rows:
+            raise T3DError(f"{self.path} ends after row {len(found)}, and a checkpoint knows {least.rows}: {_LOST}")
+        return found
+
+    def check(self, mark: Mark) -> None:
+        """Refuse a file whose first rows are not those that were written when a checkpoint was made."""
+        if mark.rows == 0:
+            return
+        for now, _, _ in self._lines():
+            if now.rows == mark.rows:
+                if now != mark:
+                    raise T3DError(f"{self.path}, line {now.rows}: {_DAMAGED}")
+                return
+        raise T3DError(f"{self.path} ends before row {mark.rows}: {_LOST}")
+
+    def torn(self) -> int:
+        """Bytes behind the last whole row: what a crash left of another."""
+        last = Mark()
+        for mark, _, _ in self._lines():
+            last = mark
+        with Folder.open(self.path.parent) as folder:
+            return folder.size(NAME) - last.size
+
+    def _lines(self) -> Iterator[tuple[Mark, bytes, dict[str, Any]]]:
+        with Folder.open(self.path.parent) as folder:
+            descriptor = folder.open_file(NAME, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file:
+            yield from _checked(iter(lambda: file.readline(LONGEST), b""), self.path)
+
+
+_DAMAGED = "the row is not as it was written: it is damaged, or one before it is missing."
+_LOST = "rows are missing."
+
+
+def _checked(lines: Any, path: Path) -> Iterator[tuple[Mark, bytes, dict[str, Any]]]:
+    """Rows as they were written, each with the mark behind it; what has no end is left out."""
+    mark = Mark()
+    for line in lines:
+        if not line.endswith(b"\n"):
+            if len(line) == LONGEST:
+                raise T3DError(f"{path}, line {mark.rows + 1}, is longer than any row of metrics.")
+            return
+        text, chain = line[: -_TAIL - 1] + b"}", _chain(mark.chain, line[: -_TAIL - 1] + b"}")
+        if line[-_TAIL - 1 :] != f', "chain": "{chain}"}}\n'.encode():
+            raise T3DError(f"{path}, line {mark.rows + 1}: {_DAMAGED}")
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise T3DError(f"{path}, line {mark.rows + 1}, is not valid JSON ({str(error)[:120]}).") from error
+        if problem := _problem(row, mark.rows):
+            raise T3DError(f"{path}, line {mark.rows + 1}, is not a row of metrics: {problem}.")
+        del row["n"]
+        mark = Mark(mark.size + len(line), mark.rows + 1, chain)
+        yield mark, line, row
+
+
+def _chain(before: str, text: bytes) -> str:
+    return blake2b(before.encode() + text, digest_size=_DIGITS // 2).hexdigest()
+
+
+def _problem(row: Any, number: int) -> str:
+    """What is wrong with the form of a row, if anything is."""
+    if not isinstance(row, dict):
+        return "it is no object"
+    if type(row.get("n")) is not int or row["n"] != number:
+        return f"its number is {row.get('n')!r}, not {number}"
+    if not isinstance(row.get("kind"), str):
+        return "it has no kind"
+    for name in ("step", "seed"):
+        if type(row.get(name)) is not int or row[name] < 0:
+            return f"its {name} is {row.get(name)!r}"
+        if row[name] > MOST_STEPS:
+            return f"its {name} is {row[name]!r}"
+    for name, value in row.items():
+        parts = value if isinstance(value, list) else [value]
+        if not (isinstance(value, str | bool) or all(map(_is_number, parts))):
+            return f"its {name} is not a number"
+    if row["kind"] == "episode" and not isinstance(row.get("return"), int | float):
+        return f"its return is {row.get('return')!r}"
+    if row["kind"] == "evaluation":
+        returns, lengths = row.get("returns"), row.get("lengths")
+        if not (isinstance(returns, list) and all(_is_number(value) for value in returns) and returns):
+            return "its returns are not numbers"
+        if not (isinstance(lengths, list) and all(type(length) is int for length in lengths)):
+            return "its lengths are not whole numbers"
+        if len(lengths) != len(returns):
+            return "it has not as many lengths as returns"
+        if "mean" not in row or not _is_number(row["mean"]):
+            return f"its mean is {row.get('mean')!r}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is null, a whole number or a finite one."""
+    kind = type(value)
+    return value is None or kind is int or (kind is float and isfinite(value))
