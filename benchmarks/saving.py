@@ -21,8 +21,8 @@ from t3d import states, training
 from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.envs import open_source
-from t3d.files import append_lines
 from t3d.runs.checkpoints import Checkpoints
+from t3d.runs.metrics import Metrics
 
 ENV = "HalfCheetah-v5"
 
@@ -37,10 +37,11 @@ def main():
     arguments = parser.parse_args()
     config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
     with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
-        append_lines(Path(folder) / "metrics.jsonl", [])
+        metrics = Metrics(Path(folder))
+        metrics.begin()
         state = states.begin(open_source(ENV), [0], config)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
-        checkpoints = Checkpoints(Path(folder), training.about(config))
+        checkpoints = Checkpoints(Path(folder), metrics, training.about(config))
 
         def steps(n):
             longest = 0.0
@@ -61,6 +62,7 @@ def main():
         held, longest, costs = [], [], []
         for number in range(arguments.saves):
             state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
+            training.note(state)
             start, before = time.perf_counter(), cpu()
             checkpoints.save(number, states.saved(state), state.memory)
             held.append(time.perf_counter() - start)
@@ -68,6 +70,7 @@ def main():
             checkpoints.wait()
             costs.append(cpu() - before - 200 * spent)
         checkpoints.close()
+        metrics.close()
     share = statistics.median(costs) / (minute * spent)
     results = {
         "steps a minute": minute,

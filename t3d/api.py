@@ -241,7 +241,10 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
         states.first_reset(state)
         return
     run.log.say = display.say
-    reached = max((row["step"] for row in run.log.rows()), default=0)
+    behind, problem = run.log.after(found.metrics)
+    if problem:
+        display.say(f"{problem} It is behind the newest checkpoint, so the run makes it again.")
+    reached = max((row["step"] for row in behind), default=0)
     for name, now in training.about(config).items():
         if found.about.get(name) != now:
             before = shown(found.about.get(name))

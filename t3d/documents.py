@@ -271,7 +271,7 @@ class T3D:
         path = Path(directory) / f"{filename}.safetensors"
         live = self._saved()
         most = sum(tensor.nbytes for tensor in live.values()) * 2 + 2**20  # at most in twice the precision
-        given, _ = files.unseal(files.read_bytes(path, most), path)
+        given, _ = files.unseal(files.read_bytes(path, most, tensors=True), path)
         files.refuse_numbers(path, given, lambda name, tensor: False)
         if "max_action" in given and not torch.equal(given["max_action"], live["max_action"]):
             raise T3DError(f"{path} holds an agent with another max_action than {self.max_action:g}.")

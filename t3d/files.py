@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from t3d.errors import T3DError, plain
+from t3d.errors import T3DError, plain, shown
 
 try:
     import fcntl
@@ -41,9 +41,11 @@ RELATIVE = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW") and hasat
 PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 MOST_JSON = 2**24  # bytes
 DEEPEST_JSON = 64
-MOST_TENSORS = 2**30  # bytes of a file that is not measured by anything else
+MOST_TENSORS = 2**28  # bytes of a file that is not measured by anything else
+MOST_HEADER = 2**22  # bytes of the header of a safetensors file, where that is read by itself
 SUM = "sha256"  # the key of a checksum in JSON
 SEALED = "t3d"  # and of the JSON in the header of sealed tensors
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool)
 
 
 def promises_off() -> list[str]:
@@ -149,9 +151,9 @@ class Folder:
         with _sentence("read", self.path / name):
             return os.stat(self._name(name), dir_fd=self._at, follow_symlinks=False).st_size
 
-    def read(self, name: str, most: int) -> bytes:
-        """A whole file of at most so many bytes."""
-        return _read(self.open_file(name, os.O_RDONLY), self.path / name, most)
+    def read(self, name: str, most: int, tensors: bool = False) -> bytes:
+        """A whole file of at most so many bytes; with `tensors` its header must speak of as many as there are."""
+        return _read(self.open_file(name, os.O_RDONLY), self.path / name, most, tensors)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file."""
@@ -258,11 +260,15 @@ def _sentence(what: str, path: Path, but: type[OSError] | tuple[()] = ()) -> Ite
         raise _cannot(what, path, error) from error
 
 
-def _read(descriptor: int, path: Path, most: int) -> bytes:
+def _read(descriptor: int, path: Path, most: int, tensors: bool = False) -> bytes:
     with _sentence("read", path), os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         # The system's own files in /proc say that they have no bytes.
-        content = file.read(min(size or 2**20, most) + 1) if size <= most else b""
+        asked = min(size or 2**20, most) + 1 if size <= most else 0
+        content = file.read(min(asked, MOST_HEADER))
+        if tensors and asked:  # before memory is taken for the rest
+            _refuse_other_size(content, size, path)
+        content += file.read(asked - len(content))
     if size > most or len(content) > most:
         raise T3DError(f"{path} has {size:,} bytes; at most {most:,} are expected.")
     return content
@@ -277,7 +283,7 @@ def make_folder(path: Path) -> Path:
         return path
 
 
-def read_bytes(path: Path, most: int = MOST_TENSORS) -> bytes:
+def read_bytes(path: Path, most: int = MOST_TENSORS, tensors: bool = False) -> bytes:
     """A whole file; the path may be a link, and what it leads to must be a regular file."""
     with _sentence("read", path):
         if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a device may act on that
@@ -286,7 +292,7 @@ def read_bytes(path: Path, most: int = MOST_TENSORS) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise T3DError(f"{path} is not a regular file.")
-    return _read(descriptor, path, most)
+    return _read(descriptor, path, most, tensors)
 
 
 def read_text(path: Path) -> str:
@@ -382,10 +388,14 @@ def pack(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> 
 def unpack(content: bytes, where: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     try:
-        return dict(safetensors.torch.load(content))
+        tensors = dict(safetensors.torch.load(content))
     # Types that PyTorch does not have, and sizes that no machine has, are no SafetensorError.
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         raise T3DError(f"{where} is not a safetensors file, or is damaged ({_short(error)}).") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:  # most operations do not know them
+            raise T3DError(f"{where}: {shown(name)} is of the type {tensor.dtype}, which T3D does not write.")
+    return tensors
 
 
 def seal(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytes:
@@ -414,6 +424,17 @@ def header(content: bytes, where: Path) -> dict[str, Any]:
     if len(content) < 8 or size > min(MOST_JSON, len(content) - 8):
         raise T3DError(f"{where} is not a safetensors file, or is damaged (its header does not fit).")
     return parse_object(content[8 : 8 + size], where)
+
+
+def _refuse_other_size(content: bytes, size: int, where: Path) -> None:
+    """Refuse a safetensors file, of which the beginning is given, that is longer or shorter than its header says."""
+    parts = [part for name, part in header(content, where).items() if name != "__metadata__"]
+    try:
+        end = max((int(part["data_offsets"][1]) for part in parts), default=0)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise T3DError(f"{where} is not a safetensors file, or is damaged ({_short(error)}).") from error
+    if (said := 8 + int.from_bytes(content[:8], "little") + end) != size:
+        raise T3DError(f"{where} has {size:,} bytes, and its header speaks of {said:,}: it is damaged.")
 
 
 def refuse_numbers(where: Path, given: Mapping[str, Tensor], allowed: Callable[[str, Tensor], bool]) -> None:

@@ -119,6 +119,7 @@ def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Net
                 twins=config.critics,
                 normalized=config.critic_norm == "layer",
             )
+        refuse_large_policies(agent, count)
     except BaseException:
         envs.close()
         raise
@@ -142,6 +143,16 @@ def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Net
         goals=goals,
         network=network,
     )
+
+
+def refuse_large_policies(agent: Agent, seeds: int) -> None:
+    """Say now that a policy would not fit into a file that can be read again."""
+    size = sum(tensor.nbytes for tensor in agent.actor.values()) // seeds
+    if size > files.MOST_TENSORS - files.MOST_HEADER:
+        raise T3DError(
+            f"the actor has {size / 2**20:,.0f} MiB of weights, and the file of a policy holds"
+            f" {files.MOST_TENSORS / 2**20:,.0f}: make the network smaller."
+        )
 
 
 def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:

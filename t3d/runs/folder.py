@@ -12,7 +12,7 @@ from t3d.config import PRESETS
 from t3d.errors import T3DError, shown
 from t3d.files import Folder
 from t3d.modules import Network
-from t3d.policy import MOST_BYTES, Policy, policy_of_bytes
+from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
 from t3d.runs.metrics import Metrics
 
@@ -184,7 +184,7 @@ class Run:
                         f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing)."
                         + (" Its last one is there: which='last', --policy last." if which == "best" else "")
                     )
-                policy = policy_of_bytes(policies.read(path.name, MOST_BYTES), path, network)
+                policy = policy_of_bytes(policies.read(path.name, files.MOST_TENSORS, tensors=True), path, network)
         if policy.card.seed != seed:
             raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
         return policy

@@ -6,9 +6,9 @@
 found. A crash may cut off the last row, and lose rows that the newest checkpoint does not know: those are made again.
 """
 
-import errno
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from t3d.errors import T3DError
+from t3d.errors import T3DError, warn
 from t3d.files import Folder
 
 NAME = "metrics.jsonl"
@@ -43,6 +43,7 @@ class Metrics:
         self.mark = Mark()
         self.say: Callable[[str], None] = lambda sentence: None
         self._descriptor: int | None = None
+        self._deflate, self._copy = zlib.compressobj(1), list[bytes]()  # of the whole file
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -57,6 +58,8 @@ class Metrics:
                     content = file.read(mark.size)
             folder.write(NAME, content)
             self._open(folder, mark)
+        self._deflate = zlib.compressobj(1)
+        self._copy = [self._deflate.compress(content)]
 
     def _open(self, folder: Folder, mark: Mark) -> None:
         self.close()
@@ -78,13 +81,14 @@ class Metrics:
         except OSError as error:
             raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
         self.mark = mark
+        self._copy.append(self._deflate.compress(content))
 
     def sync(self) -> Mark:
         """Flush the rows so far to the disk; a file that was taken away or replaced is put back."""
         assert self._descriptor is not None, "metrics are begun before they are written"
         try:
             if not self._still_there():
-                self._put_back(self._descriptor)
+                self._put_back()
             os.fsync(self._descriptor)
         except OSError as error:
             raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
@@ -99,14 +103,10 @@ class Metrics:
         ours = os.fstat(self._descriptor)
         return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, self.mark.size)
 
-    def _put_back(self, descriptor: int) -> None:
-        size = os.fstat(descriptor).st_size
-        content = b"".join(os.pread(descriptor, min(2**20, size - at), at) for at in range(0, size, 2**20))
-        last = b"".join(line for _, line, _ in _checked(content[: self.mark.size].splitlines(True), self.path))
-        if len(last) != self.mark.size:
-            raise OSError(errno.EIO, "rows that were written are not there any more")
+    def _put_back(self) -> None:
+        content = zlib.decompress(b"".join([*self._copy, self._deflate.copy().flush()]))
         with Folder.open(self.path.parent) as folder:
-            folder.write(NAME, last)
+            folder.write(NAME, content)
             self._open(folder, self.mark)
         self.say(f"{self.path} was removed or changed while the run was writing it: all its rows were written again.")
 
@@ -119,36 +119,46 @@ class Metrics:
     # ------------------------------------------------------------------------------------------ reading
 
     def rows(self, least: Mark | None = None) -> list[dict[str, Any]]:
-        """Every whole row; `least` is how far they reach at least. A row that a crash cut off is left out."""
-        found, least = [], least or Mark()
-        for mark, _, row in self._lines():
-            if mark.rows == least.rows and mark != least:
-                raise T3DError(f"{self.path}, line {mark.rows}: {_DAMAGED}")
+        """Every whole row; `least` is how far they reach at least. A row that a crash cut off is named and left out."""
+        found, last, least = [], Mark(), least or Mark()
+        for last, row in self._lines():
+            if last.rows == least.rows and last != least:
+                raise T3DError(f"{self.path}, line {last.rows}: {_DAMAGED}")
             found.append(row)
         if len(found) < least.rows:
             raise T3DError(f"{self.path} ends after row {len(found)}, and a checkpoint knows {least.rows}: {_LOST}")
+        if torn := self._torn(last):
+            warn(torn)
         return found
+
+    def after(self, mark: Mark) -> tuple[list[dict[str, Any]], str]:
+        """The whole rows behind `mark`, and a sentence where one behind them is torn or damaged."""
+        found, last = [], Mark()
+        try:
+            for last, row in self._lines():
+                found += [row] if last.rows > mark.rows else []
+        except T3DError as damage:
+            return found, str(damage)
+        return found, self._torn(last)
 
     def check(self, mark: Mark) -> None:
         """Refuse a file whose first rows are not those that were written when a checkpoint was made."""
         if mark.rows == 0:
             return
-        for now, _, _ in self._lines():
+        for now, _ in self._lines():
             if now.rows == mark.rows:
                 if now != mark:
                     raise T3DError(f"{self.path}, line {now.rows}: {_DAMAGED}")
                 return
         raise T3DError(f"{self.path} ends before row {mark.rows}: {_LOST}")
 
-    def torn(self) -> int:
-        """Bytes behind the last whole row: what a crash left of another."""
-        last = Mark()
-        for mark, _, _ in self._lines():
-            last = mark
+    def _torn(self, last: Mark) -> str:
+        """A sentence where there is something behind the last whole row."""
         with Folder.open(self.path.parent) as folder:
-            return folder.size(NAME) - last.size
+            rest = folder.size(NAME) - last.size
+        return f"{self.path}, line {last.rows + 1}, is cut off after {rest} bytes: it is left out." if rest > 0 else ""
 
-    def _lines(self) -> Iterator[tuple[Mark, bytes, dict[str, Any]]]:
+    def _lines(self) -> Iterator[tuple[Mark, dict[str, Any]]]:
         with Folder.open(self.path.parent) as folder:
             descriptor = folder.open_file(NAME, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
@@ -159,7 +169,7 @@ _DAMAGED = "the row is not as it was written: it is damaged, or one before it is
 _LOST = "rows are missing."
 
 
-def _checked(lines: Any, path: Path) -> Iterator[tuple[Mark, bytes, dict[str, Any]]]:
+def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[str, Any]]]:
     """Rows as they were written, each with the mark behind it; what has no end is left out."""
     mark = Mark()
     for line in lines:
@@ -178,7 +188,7 @@ def _checked(lines: Any, path: Path) -> Iterator[tuple[Mark, bytes, dict[str, An
             raise T3DError(f"{path}, line {mark.rows + 1}, is not a row of metrics: {problem}.")
         del row["n"]
         mark = Mark(mark.size + len(line), mark.rows + 1, chain)
-        yield mark, line, row
+        yield mark, row
 
 
 def _chain(before: str, text: bytes) -> str:
