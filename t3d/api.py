@@ -240,7 +240,6 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
         run.log.begin()
         states.first_reset(state)
         return
-    run.log.say = display.say
     behind, problem = run.log.after(found.metrics)
     if problem:
         display.say(f"{problem} It is behind the newest checkpoint, so the run makes it again.")
@@ -275,6 +274,7 @@ def go_on(
     checkpoints: Checkpoints,
 ) -> None:
     """Train to the end, or until a signal says to stop."""
+    run.log.say = display.say
     if warning := short_of_cores(config.threads):
         display.say(warning)
     display.begin_at(state.step, [row for row in run.evaluations if row["step"] <= state.evaluated])

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -127,8 +128,8 @@ def outcome(values, whole, said):
 def trials(each, seed=0, kinds=KINDS):
     """A table: for each kind of file, how often which outcome came."""
     draw, table = random.Random(seed), {}
-    api.draw = lambda run, say: None  # pictures are not what is looked at here
-    with tempfile.TemporaryDirectory() as folder:
+    # Pictures are not what is looked at here.
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(api, "draw", lambda run, say: None):
         source = Path(folder) / "source"
         make_folder(source)
         spare = Path(folder) / "spare"
