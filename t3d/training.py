@@ -74,7 +74,7 @@ def run(
         report = write_report(failure, state, folder)
         save()
         checkpoints.wait()
-        can_be_cut = failure.call == "step" and failure.index is not None and not failure.in_evaluation
+        can_be_cut = failure.call == "step" and not state.envs.together and not failure.in_evaluation
         how = ["--on-env-error", "cut"] if can_be_cut else []
         return T3DError(
             f"{failure} {report} All before it is saved. To go on"

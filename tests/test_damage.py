@@ -32,8 +32,7 @@ def run(source, tmp_path):
 
 def test_no_damage_is_silent():
     table = damaged.trials(each=8)
-    assert {kind: {k: n for k, n in counts.items() if k in ("SILENT", "TRACEBACK") and n} for kind, counts in
-            table.items()} == dict.fromkeys(damaged.KINDS, {})  # fmt: skip
+    assert sum(counts[name] for counts in table.values() for name in ("SILENT", "TRACEBACK")) == 0
     assert table["segments"]["repaired"] and table["newest state"]["passed over"] == 8
     assert table["policies"]["refused"] == table["config.json"]["refused"] == table["T3D.save"]["refused"] == 8
     assert table["a policy's card (.json)"]["not needed"] == 8

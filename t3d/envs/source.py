@@ -110,6 +110,12 @@ class Source:
                 return f"{module}:{self.env}"
         return self.env
 
+    @property
+    def _elsewhere(self) -> Any:
+        """What makes it in another process, where an id may not be registered."""
+        registered = isinstance(self._full, str) and gymnasium.registry.get(self._full.rpartition(":")[2])
+        return registered or self._full
+
     def one(self) -> "gymnasium.Env[Any, Any]":
         """One environment, new each time; a real one is always the same."""
         if self._waiting:
@@ -231,7 +237,9 @@ class Source:
         if workers:
             close_env(first)
             processes = [
-                Worker(self.name, self._full, self.args, self.pixels, list(range(k, count, workers)), stall_seconds)
+                Worker(
+                    self.name, self._elsewhere, self.args, self.pixels, list(range(k, count, workers)), stall_seconds
+                )
                 for k in range(min(workers, count))
             ]
             try:

@@ -16,21 +16,28 @@ from typing import Any
 
 
 def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
-    """One environment, from an id or whatever makes one when called, or itself; with `pixels` it shows pictures."""
+    """One environment, from an id, its spec, what makes one when called, or itself; with `pixels` it shows pictures."""
     if pixels:
         if not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is first imported
-        return rendered(make(env, {"render_mode": "rgb_array", **args} if isinstance(env, str) else args), pixels)
+        return rendered(make(env, {"render_mode": "rgb_array", **args} if of_id(env) else args), pixels)
     import gymnasium
 
     if isinstance(env, gymnasium.Env):
         return env
-    if callable(env):
+    if not of_id(env):
         return env(**args)
-    spec = gymnasium.registry.get(env.rpartition(":")[2])
+    spec = gymnasium.registry.get(env.rpartition(":")[2]) if isinstance(env, str) else env
     if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
         quiet_mujoco()
     return gymnasium.make(env, disable_env_checker=True, **args)
+
+
+def of_id(env: Any) -> bool:
+    """Whether Gymnasium makes it: an id, or what is registered under one."""
+    from gymnasium.envs.registration import EnvSpec
+
+    return isinstance(env, str | EnvSpec)
 
 
 def rendered(env: Any, pixels: int) -> Any:
@@ -128,8 +135,13 @@ def serve(pipe: Connection) -> None:
     """Make the environments, then reset and step them as asked until the pipe closes."""
     import cloudpickle
 
-    env, args, pixels, indices = cloudpickle.loads(pipe.recv_bytes())
-    envs = {index: make(env, args, pixels) for index in indices}
+    try:
+        env, args, pixels, indices = cloudpickle.loads(pipe.recv_bytes())
+        envs = {index: make(env, args, pixels) for index in indices}
+    except Exception as problem:
+        with suppress(OSError):  # the parent may be gone
+            pipe.send(("raised", (said(problem), whole_traceback(problem))))
+        return
     pipe.send(("ready", None))
     while True:
         try:

@@ -57,6 +57,9 @@ class Worker:
             try:
                 self._receive(START_SECONDS)
                 return self
+            except Raised as problem:
+                self.close()
+                raise T3DError(f"{self.name} cannot be made in a worker process: {problem}") from problem
             except Lost:
                 self._count_death()
                 self._launch()

@@ -3,6 +3,8 @@
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -156,10 +158,17 @@ class Run:
         return bool(self.config.get("eval_every", 1))
 
     def best_seed(self, network: Network | None = None) -> int:
-        """The seed whose best policy scored highest; without evaluations the first one."""
+        """The seed whose best policy scored highest; the first one where no evaluation gave one."""
         if not self.has_evaluations:
             return self.seeds[0]
-        return max(self.seeds, key=lambda seed: _mean(self.policy(seed, network=network).card.returns))
+        with self._policies() as policies:
+            there = [seed for seed in self.seeds if policies.kind(self.policy_path(seed, "best").name)]
+        if len(there) < len(self.seeds):  # every evaluation of a seed may have lost an episode; then it has no best one
+            there += [row["seed"] for row in self.evaluations if None not in row["returns"]]
+        scored = [seed for seed in self.seeds if seed in there] or self.seeds[:1]
+        if len(scored) == 1:
+            return scored[0]
+        return max(scored, key=lambda seed: _mean(self.policy(seed, network=network).card.returns))
 
     def policy(self, seed: int | None = None, which: Which = "best", network: Network | None = None) -> Policy:
         """The policy of a seed at its best evaluation or the last one; by default of the best seed.
@@ -168,26 +177,31 @@ class Run:
         """
         if which not in get_args(Which):
             raise T3DError(f"there is no {shown(which)} policy; there are {', '.join(get_args(Which))}.")
-        if seed is None:
-            seed = self.best_seed(network)
         if not self.has_evaluations:
             which = "last"
+        if seed is None:
+            seed = self.best_seed(network)
         if seed not in self.seeds:
             raise T3DError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, self.seeds))}.")
         path = self.policy_path(seed, which)
+        with self._policies() as policies:
+            if policies.kind(path.name) is None:
+                raise T3DError(
+                    f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing)."
+                    + (" Its last one is there: which='last', --policy last." if which == "best" else "")
+                )
+            policy = policy_of_bytes(policies.read(path.name, files.MOST_TENSORS, tensors=True), path, network)
+        if policy.card.seed != seed:
+            raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
+        return policy
+
+    @contextmanager
+    def _policies(self) -> Iterator[Folder]:
         with Folder.open(self.path) as folder:
             if folder.kind("policies") is None:
                 raise T3DError(f"{self.path} holds no policies yet.")
             with folder.inside("policies") as policies:
-                if policies.kind(path.name) is None:
-                    raise T3DError(
-                        f"{self.path} holds no {which} policy of seed {seed} yet ({path.name} is missing)."
-                        + (" Its last one is there: which='last', --policy last." if which == "best" else "")
-                    )
-                policy = policy_of_bytes(policies.read(path.name, files.MOST_TENSORS, tensors=True), path, network)
-        if policy.card.seed != seed:
-            raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
-        return policy
+                yield policies
 
     # ------------------------------------------------------------------------------------------ writing
 
