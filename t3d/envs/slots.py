@@ -79,6 +79,21 @@ class LocalSlot:
             close_env(self._env)
 
 
+class Machine(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A real environment: a reset after which nothing was done is not done again, because it may take long there."""
+
+    _begun: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self._begun is None:
+            self._begun = self.env.reset(seed=seed, options=options)
+        return self._begun
+
+    def step(self, action: Any) -> Any:
+        self._begun = None
+        return self.env.step(action)
+
+
 def calling(call: Callable[[], Any]) -> Any:
     """What an environment returns; whatever it raises, SystemExit too, is `Raised`."""
     try:

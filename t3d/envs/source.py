@@ -17,7 +17,7 @@ from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.pool import PREFIX, Pool
-from t3d.envs.slots import LocalSlot, Raised, Slot, calling, close_env
+from t3d.envs.slots import LocalSlot, Machine, Raised, Slot, calling, close_env
 from t3d.envs.stacked import Stacked
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make
@@ -82,9 +82,10 @@ class Source:
         if self.vector is not None or self._pooled:
             raise T3DError(f"--real-env is for one environment; {self.name} is several at once.")
         one = self.one()
-        self._waiting.append(one)
         declared = bool((getattr(one, "metadata", None) or {}).get("real", False))
-        return replace(self, real=asked or declared or isinstance(self.env, gymnasium.Env))
+        real = asked or declared or isinstance(self.env, gymnasium.Env)
+        self._waiting.append(Machine(one) if real else one)
+        return replace(self, real=real)
 
     def close(self) -> None:
         """Close what was made and not handed out, and a real environment that was made here."""
