@@ -3,7 +3,6 @@
 Shapes: S seeds, N environments a seed.
 """
 
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -31,6 +30,11 @@ from t3d.runs.manifest import SPARE
 from t3d.steps import Agent, init_agent
 from t3d.tape import Tape
 from t3d.vision import FEATURES, seeing
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 LARGEST_COUNT = 2**53  # that a file may speak of
 LONGEST_REPLAY = 1_000_000  # steps of an episode under way
@@ -367,7 +371,9 @@ def peak_memory(state: State) -> int:
     What is on a GPU is not counted here.
     """
     memory = state.memory
-    so_far = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    so_far = 0
+    if resource is not None:
+        so_far = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return so_far + (memory.nbytes if memory.rows.device.type == "cpu" else 0)
 
 

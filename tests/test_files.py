@@ -5,7 +5,9 @@ import stat
 
 import pytest
 import torch
+from killed import SMALL
 
+import t3d
 from t3d import T3DError, files
 
 
@@ -40,3 +42,19 @@ def test_files_are_readable_by_others(tmp_path):
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o644
     assert files.unseal(files.read_bytes(tmp_path / "a.safetensors"), tmp_path)[0]["x"].tolist() == [1, 1]
+
+
+def test_a_system_without_the_calls_trains_and_says_which_promises_are_off(tmp_path, monkeypatch, capsys):
+    """As on Windows: paths instead of open folders, and no flock."""
+    monkeypatch.setattr(files, "RELATIVE", False)
+    monkeypatch.setattr(files, "fcntl", None)
+    run = t3d.train("Pendulum-v1", out=tmp_path / "run", **{**SMALL, "steps": 150, "progress": True})
+    said = capsys.readouterr().out
+    assert "use run folders of people you trust only" in said and "no flock" in said
+    t3d.resume(run, steps=160, progress=False)
+    (run.path / "replay").rename(tmp_path / "replay")
+    (run.path / "replay").symlink_to(tmp_path / "replay")
+    with pytest.raises(t3d.T3DError, match="is a link"):
+        t3d.resume(run, steps=170, progress=False)
+    monkeypatch.undo()
+    assert not files.promises_off()
