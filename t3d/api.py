@@ -21,7 +21,7 @@ from t3d.beside import Beside, decide_eval_beside, evaluator_of
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, refuse_too_many, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source, refuse_paths
-from t3d.errors import T3DError, command, nearest, shown
+from t3d.errors import T3DError, nearest, shown
 from t3d.evaluation import Evaluator, NoEvaluator
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.modules import Network, as_network, own_network
@@ -232,7 +232,7 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
     if found is None and checkpoints.written():
         raise T3DError(
             f"no checkpoint of {run.path} is whole: there is nothing to go on from. Its policies can still be used:"
-            f" {command('evaluate', run.path)}"
+            f" {run.command('evaluate')}"
         )
     if found is None:
         display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
@@ -285,7 +285,7 @@ def go_on(
         finally:
             draw(run, display.say)
     if stop.signal is not None and not training.finished(state, config):
-        display.say(f"Stopped and saved at step {state.step:,}. To go on: {command('resume', run.path)}")
+        display.say(f"Stopped and saved at step {state.step:,}. To go on: {run.command('resume')}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + stop.signal)

@@ -33,7 +33,6 @@ from t3d.display import complain, open_console
 from t3d.envs import open_source, refuse_paths
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
-from t3d.errors import command as command_line
 from t3d.evaluation import MOST_LOSSES, Players
 from t3d.policy import Policy
 from t3d.replay import Lens
@@ -323,8 +322,8 @@ def conclude(run: Run) -> None:
     python = "python" if active else shlex.quote(os.path.relpath(sys.executable))
     console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
     console.print("Next:")
-    more = () if run.config.get("real_env") else ("--episodes", 100)
-    console.print(f"  {command_line('evaluate', run.path, *more)}")
+    more = {} if run.config.get("real_env") else {"episodes": 100}
+    console.print(f"  {run.command('evaluate', **more)}")
     console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"')
 
 

@@ -24,7 +24,7 @@ from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
 from t3d.envs.batch import EnvError
-from t3d.errors import T3DError, command, plain_lines, shown
+from t3d.errors import T3DError, plain_lines, shown
 from t3d.evaluation import MOST_LOSSES, Evaluation, Evaluator, NoEvaluator, Players
 from t3d.policy import Card, Policy
 from t3d.replay import Flags, Lens, into_row
@@ -75,10 +75,10 @@ def run(
         save()
         checkpoints.wait()
         can_be_cut = failure.call == "step" and not state.envs.together and not failure.in_evaluation
-        how = ["--on-env-error", "cut"] if can_be_cut else []
+        how = {"on_env_error": "cut"} if can_be_cut else {}
         return T3DError(
             f"{failure} {report} All before it is saved. To go on"
-            f"{' without this episode' if how else ''}: {command('resume', folder.path, *how)}"
+            f"{' without this episode' if how else ''}: {folder.command('resume', **how)}"
         )
 
     if state.evaluated < 0:
@@ -136,7 +136,7 @@ def run(
         if state.envs.failures and state.env_errors > config.max_env_errors:
             save()
             checkpoints.wait()
-            more = command("resume", folder.path, "--max-env-errors", 2 * state.env_errors)
+            more = folder.command("resume", max_env_errors=2 * state.env_errors)
             raise T3DError(
                 f"{state.env_errors} steps of {state.envs.name} failed, and --max-env-errors is"
                 f" {config.max_env_errors}: the run is saved and stopped at step {state.step:,}. To go on: {more}"

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import crafted
 import pytest
 
 import t3d
@@ -328,3 +331,29 @@ def test_a_file_does_not_decide_what_is_imported(run, tmp_path, capsys):
     text = failed(capsys, "train", "--config", copy / "config.json", "--out", tmp_path / "new")
     assert "type it: t3d train antigravity:Pendulum-v1" in text
     assert "antigravity" not in sys.modules and not (tmp_path / "new").exists()
+
+
+def test_a_full_standard_output_does_not_stop_the_run(tmp_path):
+    command = [sys.executable, "-m", "t3d", "train", "Pendulum-v1", *QUICK, "--out", str(tmp_path / "run")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr.count("standard output cannot be written any more") == 1
+    assert Run.open(tmp_path / "run").evaluations
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*command[:-1], str(tmp_path / "second")], stdout=full, stderr=full)
+    assert done.returncode == 0 and Run.open(tmp_path / "second").evaluations
+
+
+def test_the_command_to_go_on_can_be_typed(run, tmp_path):
+    assert Run.open(run).command("resume", steps=500).endswith(f" resume {run} --steps 500")
+    changes = ({"env": "bots.arm:Arm-v0"}, {"env_args": {"model": "arm.xml"}}, {"callable": True}, {"network": "mine"})
+    said = []
+    for number, change in enumerate(changes):
+        copy = tmp_path / f"a {number}"
+        shutil.copytree(run, copy)
+        crafted.config(copy, **change)
+        said.append(Run.open(copy).command("resume", on_env_error="cut"))
+    assert said[0].endswith(f" resume '{tmp_path}/a 0' --on-env-error cut --allow-module bots.arm")
+    assert said[1].endswith(f" resume '{tmp_path}/a 1' --on-env-error cut --allow-env-args")
+    assert said[2] == f"t3d.resume('{tmp_path}/a 2', env=…, on_env_error='cut')"
+    assert said[3] == f"t3d.resume('{tmp_path}/a 3', network=…, on_env_error='cut')"

@@ -1,5 +1,6 @@
 """Run folders from strangers: nothing outside them is touched, nothing in them runs, and faults are sentences."""
 
+import hashlib
 import json
 import os
 import resource
@@ -411,6 +412,62 @@ def refuse_segment(run, copy):
     segment = read_manifest(files.Folder.open(crafted.newest(run)), 150, 2**20).segments[0]
     ring = type("Ring", (), {"rows": torch.zeros(200, 10)})
     checkpoints._refuse_other_rows(copy, files.unpack(copy.read_bytes(), copy), segment, [ring])
+
+
+def raw(header, size, spare=0):
+    """A safetensors file with any header, and so many bytes behind it."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size + spare)
+
+
+SEALED = {"t3d": json.dumps({"sha256": "0" * 64})}
+TENSORS = {
+    **{kind: raw({"a": {"dtype": kind, "shape": [2], "data_offsets": [0, size]}, "__metadata__": SEALED}, size)
+       for kind, size in (("F8_E4M3", 2), ("F8_E5M2", 2), ("F4", 1), ("BF16", 4), ("F16", 4), ("C64", 16), ("I8", 2))},
+    "longer than it says": raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 4, 100),
+    "shorter than it says": raw({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, 4),
+    "offsets of text": raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "x"]}}, 4),
+    "no offsets": raw({"a": {"dtype": "F32", "shape": [1]}}, 4),
+    "negative offsets": raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, 4),
+    "offsets that overlap": raw({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, 4),
+    "huge shapes of nothing": raw({"a": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}, 0),
+    "a part that is a number": raw({"a": 7}, 0),
+    "a header that is a list": raw([], 0),
+    "a header beyond its end": (2**40).to_bytes(8, "little") + bytes(100),
+    "a deep header": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "metadata that is a list": raw({"__metadata__": []}, 0),
+    "metadata of megabytes": raw({"__metadata__": {"t3d": "x" * 10**6}}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_strange_tensors_are_sentences(case, run):
+    agent = t3d.T3D(3, 1, 2.0, hidden=(8, 8))
+    before = agent._saved()
+    content = TENSORS[case].replace(b"0" * 64, hashlib.sha256(TENSORS[case]).hexdigest().encode(), 1)
+    for path, call in (
+        (run / "policies" / "best-seed-0.safetensors", lambda: t3d.load(run)),
+        (run / "mine.safetensors", lambda: t3d.load(run / "mine.safetensors")),
+        (run / "agent.safetensors", lambda: agent.load("agent", run)),
+    ):
+        path.write_bytes(content)
+        begin = time.monotonic()
+        with pytest.raises(T3DError) as refused:
+            call()
+        assert "\n" not in str(refused.value) and time.monotonic() - begin < 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in agent._saved().items())
+
+
+@pytest.mark.parametrize("header", ["", "whole"])
+def test_a_sparse_policy_takes_no_memory(header, run):
+    path = run / "policies" / "best-seed-0.safetensors"
+    content = path.read_bytes() if header else b""
+    path.write_bytes(content)
+    os.truncate(path, 250 * 2**20)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(T3DError):
+        t3d.load(run)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 50_000
 
 
 # ------------------------------------------------------------------------------------------- what reaches the terminal

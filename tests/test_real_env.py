@@ -206,7 +206,7 @@ def test_a_failing_step_only_resets_it(tmp_path, monkeypatch, capsys):
 
 def test_after_a_failure_it_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(Robot, "fails_at", 20)
-    with pytest.raises(T3DError, match=r"a cable came off .*--on-env-error cut"):
+    with pytest.raises(T3DError, match=r"a cable came off .*on_env_error='cut'"):
         t3d.train(Declared, out=tmp_path / "run", **KNOBS)
     assert t3d.load(tmp_path / "run").card.step == 19
     Robot.log.clear()

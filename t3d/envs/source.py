@@ -1,5 +1,6 @@
 """From what a user names to a batch of environments: which adapter takes it, and why."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -170,6 +171,9 @@ class Source:
     def _without(self, module: str) -> T3DError:
         """What to say where a module is missing."""
         how = f" It comes with pip install 't3d[{EXTRAS[module]}]'." if module in EXTRAS else ""
+        first = module.partition(".")[0]
+        if any(os.path.exists(name) for name in (first, f"{first}.py")):  # noqa: PTH110
+            how += " It is in this folder, where Python does not look: set PYTHONPATH=. before the command."
         how += " PyBullet is for Python 3.11." if "bullet" in module and sys.version_info >= (3, 12) else ""
         return T3DError(f"{self.name}: there is no module {module} to import.{how}")
 
@@ -295,17 +299,20 @@ def _newest(env: str) -> str:
     return f"{env}-v{max(known)}" if known else env
 
 
-def refuse_paths(args: Any, where: str, key: str = "") -> None:
-    """Arguments that a file hands to an environment may be numbers and words, not paths and modules: those it opens."""
-    if isinstance(args, dict):
-        for name, value in args.items():
-            refuse_paths(value, where, key or str(name))
-    elif isinstance(args, list):
-        for value in args:
-            refuse_paths(value, where, key)
-    elif isinstance(args, str) and re.search(r"[/\\:]|\.\w+$|^~", args):
+def path_in(args: Any, key: str = "") -> tuple[str, str] | None:
+    """The first argument that looks like a path or a module, and its name: an environment may open or import it."""
+    if isinstance(args, str):
+        return (key, args) if re.search(r"[/\\:]|\.\w+$|^~", args) else None
+    parts = args.items() if isinstance(args, dict) else enumerate(args) if isinstance(args, list) else ()
+    found = (path_in(value, key or str(name)) for name, value in parts)
+    return next((path for path in found if path is not None), None)
+
+
+def refuse_paths(args: Any, where: str) -> None:
+    """Arguments that a file hands to an environment may be numbers and words, not paths and modules."""
+    if path := path_in(args):
         raise T3DError(
-            f"{where} would hand {key} = {shown(args)} to the environment, which may open or import it;"
+            f"{where} would hand {path[0]} = {shown(path[1])} to the environment, which may open or import it;"
             " if you trust it, add --allow-env-args (in Python: allow_env_args=True)."
         )
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from t3d import files
-from t3d.config import PRESETS
-from t3d.errors import T3DError, shown
+from t3d.config import PRESETS, flag
+from t3d.envs.source import path_in
+from t3d.errors import T3DError, command, shown
 from t3d.files import Folder
 from t3d.modules import Network
 from t3d.policy import Policy, policy_of_bytes
@@ -202,6 +203,19 @@ class Run:
                 raise T3DError(f"{self.path} holds no policies yet.")
             with folder.inside("policies") as policies:
                 yield policies
+
+    def command(self, verb: Literal["resume", "evaluate"], **options: Any) -> str:
+        """What to type to go on with this run, or in Python where no file brings its environment or network back."""
+        config = self.config
+        by_hand = [name for name, key in (("env", "callable"), ("network", "network")) if config.get(key)]
+        if by_hand and verb == "resume":
+            given = [repr(str(self.path)), *(f"{name}=…" for name in by_hand)]
+            return f"t3d.resume({', '.join([*given, *(f'{name}={value!r}' for name, value in options.items())])})"
+        words = [word for name, value in options.items() for word in (flag(name), value)]
+        module = config["env"].rpartition(":")[0]
+        words += ["--allow-module", module] if module else []
+        words += ["--allow-env-args"] if path_in(config["env_args"]) else []
+        return command(verb, self.path, *words)
 
     # ------------------------------------------------------------------------------------------ writing
 
