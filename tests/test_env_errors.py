@@ -75,6 +75,52 @@ def test_one_that_never_returns_is_never_the_best(tmp_path, capsys):
     assert t3d.load(run, which="last").card.returns[0] is None
 
 
+class DiesInReset(Counter):
+    """From its third reset on in a process."""
+
+    resets = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.resets += 1
+        if self.resets == 3:
+            os._exit(1)
+        return super().reset(seed=seed)
+
+
+class NeverBegins(Counter):
+    """Once there is a file, no process survives a reset."""
+
+    def __init__(self, file=""):
+        super().__init__()
+        self.file = Path(file)
+
+    def reset(self, *, seed=None, options=None):
+        if self.file.exists():
+            os._exit(1)
+        return super().reset(seed=seed)
+
+
+def test_a_worker_that_ends_in_reset_is_replaced(tmp_path):
+    run = t3d.train(DiesInReset, out=tmp_path / "run", workers=1, **{**KNOBS, "eval_every": 0})
+    assert run.metrics[-1]["step"] == 200
+
+
+def test_one_that_is_given_up_has_saved_the_run(tmp_path, monkeypatch):
+    file, advance = tmp_path / "now", t3d.display.Display.advance
+    monkeypatch.setattr(
+        t3d.display.Display,
+        "advance",
+        lambda self, step, lost: (step == 95 and file.touch(), advance(self, step, lost)),
+    )
+    args = {"env_args": {"file": str(file)}, "workers": 1, "on_env_error": "cut"}
+    with pytest.raises(T3DError, match=r"died or hung 5 times in a row.*All before it is saved"):
+        t3d.train(NeverBegins, out=tmp_path / "run", **args, **{**KNOBS, "eval_every": 0})
+    assert end_of(tmp_path / "run")[0] == 99
+    file.unlink()
+    t3d.resume(tmp_path / "run", env=NeverBegins, allow_env_args=True, progress=False)
+    assert end_of(tmp_path / "run")[0] == 200
+
+
 def test_evaluate_plays_in_workers_too(tmp_path):
     """Registered under an id, so that the command line can make it."""
     code = f"""

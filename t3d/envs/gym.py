@@ -84,7 +84,7 @@ class GymBatch:
             except (Raised, EnvError) as problem:
                 failure = self._failure(i, "step", problem)
                 failure.action, failure.obs = to_env[i], self._obs[i].copy()
-                if not self.cut_failures:
+                if failure.call == "reset" or not self.cut_failures:
                     raise failure from problem
                 self.failures.append(failure)
             valid[i], truncated[i] = False, True
@@ -190,7 +190,7 @@ class GymBatch:
         return EnvError(
             sentence,
             index=i,
-            call=call,
+            call="reset" if isinstance(problem, EnvError) and problem.call == "reset" else call,
             episode=self._episode[i],
             length=self._length[i],
             obs=self._obs[i],

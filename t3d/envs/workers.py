@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 from numpy.typing import NDArray
 
+from t3d.envs.batch import EnvError
 from t3d.envs.slots import Lost, Raised, Stepped
 from t3d.envs.worker import said
 from t3d.errors import T3DError
@@ -46,7 +47,10 @@ class Worker:
         self._launch()
 
     def _launch(self) -> None:
-        self.process, self._pipe = with_pipe([str(Path(__file__).with_name("worker.py"))])
+        try:
+            self.process, self._pipe = with_pipe([str(Path(__file__).with_name("worker.py"))])
+        except OSError as error:
+            raise EnvError(f"{self.name}: no worker process can be started: {error.strerror}.", call="reset") from error
         self.waiting: list[int] = []  # whose answers are still to come, in order
         with suppress(OSError):
             self._pipe.send_bytes(self._order)
@@ -71,9 +75,10 @@ class Worker:
         self.replaced += 1
         self._deaths_in_a_row += 1
         if self._deaths_in_a_row >= TRIES:
-            raise T3DError(
+            raise EnvError(
                 f"{self.name}: a worker process died or hung {TRIES} times in a row without finishing a step"
-                f" (exit code {self.process.returncode}); try it with --workers 0 to see why."
+                f" (exit code {self.process.returncode}); try it with --workers 0 to see why.",
+                call="reset",
             )
 
     def send(self, call: str, index: int, argument: Any) -> None:
