@@ -53,9 +53,27 @@ def refuse_divergence(action: NDArray[np.float32], seeds: Sequence[int]) -> None
     if flat.dot(flat) <= flat.size:  # they are within ±1: told by one product
         return
     lost = [seed for seed, of_seed in zip(seeds, action, strict=True) if not np.isfinite(of_seed).all()]
-    raise T3DError(
-        f"the networks of seed {', '.join(map(str, lost))} have diverged: their actions are not finite numbers."
-        " A lower --critic-lr and --actor-lr, or smaller rewards, would help."
+    raise _diverged(lost, "actions")
+
+
+def refuse_diverged(given: dict[str, Tensor], seeds: Sequence[int]) -> None:
+    """Name the seeds whose weights, (…, S, in, out) or (S,), are not finite: they are neither saved nor played."""
+    bad = [tensor for tensor in given.values() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if not bad:
+        return
+    finite = torch.stack([part.isfinite().movedim(max(part.dim() - 3, 0), 0).flatten(1).all(1).cpu() for part in bad])
+    raise _diverged([seed for seed, good in zip(seeds, finite.all(0).tolist(), strict=True) if not good], "weights")
+
+
+class Diverged(T3DError):
+    """Networks that hold numbers that are not finite."""
+
+
+def _diverged(seeds: Sequence[int], what: str) -> Diverged:
+    return Diverged(
+        f"the networks of seed {', '.join(map(str, seeds))} have diverged: their {what} are not finite numbers."
+        " A lower --critic-lr and --actor-lr, smaller rewards (--reward-scale) or observations"
+        " (--normalize-obs on) would help."
     )
 
 

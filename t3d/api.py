@@ -17,11 +17,12 @@ from gymnasium.vector import VectorEnv
 
 from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
+from t3d.agent import Diverged
 from t3d.beside import Beside, decide_eval_beside, evaluator_of
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, refuse_too_many, settle
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source, refuse_paths
-from t3d.errors import T3DError, nearest, shown
+from t3d.errors import T3DError, command, nearest, shown
 from t3d.evaluation import Evaluator, NoEvaluator
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.modules import Network, as_network, own_network
@@ -282,6 +283,8 @@ def go_on(
         try:
             with display:
                 training.run(state, verbs, evaluator, config, run, display, checkpoints, stop)
+        except Diverged as problem:
+            raise diverged(problem, state, config, run, checkpoints) from problem
         finally:
             draw(run, display.say)
     if stop.signal is not None and not training.finished(state, config):
@@ -300,6 +303,19 @@ def go_on(
         )
     if not state.updates.any():
         display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
+
+
+def diverged(problem: Diverged, state: states.State, config: Config, run: Run, checkpoints: Checkpoints) -> T3DError:
+    """What is left of such a run, and how to begin another one."""
+    newest = max(checkpoints.written(), default=0)
+    how = f"t3d.train(…, critic_lr={config.critic_lr / 10:g}, actor_lr={config.actor_lr / 10:g})"
+    if not (run.config["callable"] or run.config["network"]):
+        rates = ("--critic-lr", f"{config.critic_lr / 10:g}", "--actor-lr", f"{config.actor_lr / 10:g}")
+        how = command("train", "--config", run.path / "config.json", *rates)
+    return T3DError(
+        f"{problem} The run stopped at step {state.step:,}. Its newest checkpoint, of step {newest:,}, and its policies"
+        f" are from before; resumed, it would do the same again. To begin another one: {how}"
+    )
 
 
 def draw(run: Run, say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from t3d import networks
 from t3d.accelerate import hardware
 from t3d.config import Config
 from t3d.envs import EnvBatch, Source
-from t3d.envs.worker import end_with, said
+from t3d.envs.worker import end_only_with_parent, said
 from t3d.envs.workers import with_pipe
 from t3d.errors import warn
 from t3d.evaluation import Evaluation, Evaluator, NoEvaluator, Players
@@ -153,7 +153,7 @@ class Beside:
 
 def serve(descriptor: int, parent: int) -> None:
     """In the other process: play whoever comes, until the pipe closes."""
-    end_with(parent)
+    end_only_with_parent(parent)
     warnings.simplefilter("ignore")
     pipe = Connection(descriptor)
     try:

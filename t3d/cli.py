@@ -31,9 +31,10 @@ from t3d.beside import evaluator_here
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
 from t3d.envs import open_source, refuse_paths
+from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
-from t3d.evaluation import MOST_LOSSES, Players
+from t3d.evaluation import Players
 from t3d.policy import Policy
 from t3d.replay import Lens
 from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config

@@ -22,7 +22,7 @@ class T3DError(ValueError):
     """Something the user can put right. Names from files and environments cannot reach the terminal with it."""
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(plain(sentence))
+        super().__init__(plain(shortened(sentence)))
 
 
 class T3DWarning(UserWarning):
@@ -51,6 +51,11 @@ def plain(text: str) -> str:
     return _UNPRINTABLE.sub(escaped, text)
 
 
+def shortened(text: str, most: int = 2000) -> str:
+    """The text without its middle, where it is long: what went wrong is in front, and what to type next behind."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
 def plain_lines(text: str) -> str:
     """The same for a text of several lines."""
     return "\n".join(plain(line) for line in text.split("\n"))
@@ -59,8 +64,10 @@ def plain_lines(text: str) -> str:
 def shown(value: object) -> str:
     """A value of unknown origin as Python writes it, cut off where it is long."""
     try:
-        text = repr(value)
-    except Exception:  # its own __repr__, say
+        text = str.__str__(repr(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its own __repr__, say, which may do anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from t3d import networks, rng
 from t3d.agent import refuse_divergence
 from t3d.envs import Source
-from t3d.envs.batch import EnvError
+from t3d.envs.batch import MOST_LOSSES, EnvError
 from t3d.networks import Parameters
 from t3d.replay import Lens, seen_through
 from t3d.rng import Purpose
@@ -58,9 +58,6 @@ class Values:
     came: NDArray[np.float64]
 
 
-MOST_LOSSES = 3  # of a worker process in one episode; then it is given up
-
-
 class Evaluator:
     """The environments that evaluations play in: one for each seed and episode, used again each time.
 
@@ -82,6 +79,7 @@ class Evaluator:
         self.at_once = 1 if source.real else episodes
         self._first_episode = 0
         self.envs = source.batch(len(self.seeds) * self.at_once, self._episode_seed, workers, stall_seconds)
+        self.envs.skip_losses = True
 
     def _episode_seed(self, env: int, _: int) -> int:
         seed, episode = self.seeds[env // self.at_once], env % self.at_once + self._first_episode
@@ -108,7 +106,13 @@ class Evaluator:
         active = np.ones(count, bool)
         obs = self.envs.reset()
         seen: list[tuple[NDArray[Any], ...]] = []
-        while active.any() and not stop():
+        while not stop():
+            if self.envs.skipped is not None:  # their process ended again and again before the first step
+                losses[self.envs.skipped] = MOST_LOSSES
+                active &= ~self.envs.skipped
+                returns[self.envs.skipped] = np.nan
+            if not active.any():
+                break
             batch = seen_through(lens, torch.from_numpy(obs).reshape(*shape, -1).to(device))
             chosen = networks.actor(actor, batch)
             action = chosen.cpu().numpy()

@@ -146,7 +146,7 @@ def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray
         return array.reshape(-1).astype(np.float64)
     chosen = array.reshape(-1) - np.array(layout["first"])
     sizes = np.array(layout["sizes"])
-    if not ((chosen >= 0) & (chosen < sizes)).all():
+    if not ((chosen >= 0) & (chosen < sizes) & (chosen == np.floor(chosen))).all():
         raise ValueError(f"{where} is {array.tolist()}, which is none of its {sizes.tolist()} choices")
     row = np.zeros(int(sizes.sum()))
     row[np.cumsum(sizes) - sizes + chosen.astype(int)] = 1

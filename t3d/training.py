@@ -23,9 +23,9 @@ from t3d.beside import Beside
 from t3d.config import Config, parse_every
 from t3d.display import Display
 from t3d.envs import Source
-from t3d.envs.batch import EnvError
+from t3d.envs.batch import MOST_LOSSES, EnvError
 from t3d.errors import T3DError, plain_lines, shown
-from t3d.evaluation import MOST_LOSSES, Evaluation, Evaluator, NoEvaluator, Players
+from t3d.evaluation import Evaluation, Evaluator, NoEvaluator, Players
 from t3d.policy import Card, Policy
 from t3d.replay import Flags, Lens, into_row
 from t3d.runs.checkpoints import Checkpoints
@@ -54,6 +54,7 @@ def run(
     def save() -> None:
         verbs.flush()
         note(state)
+        agents.refuse_diverged(agents.tensors(state.agent), state.seeds)
         checkpoints.save(state.step, saved(state), state.memory)
         if not config.eval_every:
             save_last_policies(state, config, folder)
@@ -71,13 +72,18 @@ def run(
 
     def stopped_by(failure: EnvError) -> T3DError:
         """The same, when it is written down and all before it is saved."""
+        folder.record(failure.rows)
+        try:
+            save()
+            checkpoints.wait()
+            kept = "All before it is saved."
+        except T3DError as problem:  # it must not hide what happened
+            kept = f"What came since the last checkpoint could not be saved: {problem}"
         report = write_report(failure, state, folder)
-        save()
-        checkpoints.wait()
         can_be_cut = failure.call == "step" and not state.envs.together and not failure.in_evaluation
         how = {"on_env_error": "cut"} if can_be_cut else {}
         return T3DError(
-            f"{failure} {report} All before it is saved. To go on"
+            f"{failure} {report} {kept} To go on"
             f"{' without this episode' if how else ''}: {folder.command('resume', **how)}"
         )
 
@@ -164,14 +170,18 @@ def write_report(failure: EnvError, state: State, folder: Run) -> str:
     lines = [f"{name}: {value}" for name, value in about.items() if value is not None]
     text = "\n".join(map(plain_lines, [*lines, "", failure.whole]))
     name = f"step-{state.step}-{failure.index or 0}.txt"
-    folder.write("errors", name, text.encode(errors="replace"))
+    try:
+        folder.write("errors", name, text.encode(errors="replace"))
+        all_of_it = f"All of it is in {folder.path / 'errors' / name}."
+    except T3DError as problem:
+        all_of_it = f"It could not be written down: {problem}"
     last = "".join(
         f", the last {name} {shown(value.tolist())}"
         for name, value in (("action", failure.action), ("observation", failure.obs))
         if value is not None
     )
     where = f"It is {place}, at step {state.step:,} of the run{last}." if place else f"Step {state.step:,} of the run."
-    return f"{where} All of it is in {folder.path / 'errors' / name}."
+    return f"{where} {all_of_it}"
 
 
 def nth(number: int) -> str:
@@ -250,7 +260,13 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     shape = action.shape[:2]  # (S, N)
     left = config.steps - state.step
     active = None if left >= shape[1] else np.tile(np.arange(shape[1]) < left, shape[0])  # the last steps, exactly
-    moved = state.envs.step(action.reshape(-1, action.shape[-1]), active)
+    failed = None
+    try:
+        moved = state.envs.step(action.reshape(-1, action.shape[-1]), active)
+    except EnvError as failure:
+        if failure.moved is None:
+            raise
+        moved, failed = failure.moved, failure  # only the reset after it failed: the step counts
     reward, valid = moved.reward.reshape(shape), moved.valid.reshape(shape)
     terminated, truncated = moved.terminated.reshape(shape), moved.truncated.reshape(shape)
     obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
@@ -274,7 +290,11 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     if config.update_after == "step":
         state.earned.fill(max(0, state.step - config.random_steps))
     ended = terminated | truncated
-    return episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
+    rows = episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
+    if failed is not None:
+        failed.rows = rows
+        raise failed
+    return rows
 
 
 def episodes_ended(
@@ -350,6 +370,7 @@ def record(
     state: State, playing: Players, evaluation: Evaluation, config: Config, folder: Run, display: Display
 ) -> None:
     """The rows of an evaluation of every seed's actor, and the best and the last policies."""
+    agents.refuse_diverged(playing.actor, state.seeds)
     rows = []
     for k, seed in enumerate(state.seeds):
         returns, lengths = evaluation.returns[k], evaluation.lengths[k].tolist()

@@ -17,7 +17,8 @@ EpisodeSeed = Callable[[int, int], int]
 
 # Where an environment declares no time limit, an episode is cut here: evaluations and whole episodes must end.
 LONGEST_EPISODE = 10_000
-LARGEST_REWARD = 1e30
+MOST_LOSSES = 3  # of a worker process in one episode of an evaluation; then it is given up
+LARGEST_REWARD = 1e15  # its square, and that of a value that adds up many, are still numbers in float32
 
 
 class EnvError(T3DError):
@@ -43,6 +44,9 @@ class EnvError(T3DError):
         self.action, self.obs, self.whole = action, obs, whole
         # For whoever knows that to fill in: which seed's environment it is, and whether it played in an evaluation.
         self.place, self.in_evaluation = "", False
+        # Of a step that went well, where only the reset after it failed: what came of it, and its rows of metrics.
+        self.moved: Moved | None = None
+        self.rows: list[dict[str, Any]] = []
 
 
 class Moved(NamedTuple):
@@ -71,6 +75,7 @@ class EnvBatch(Protocol):
     together: bool  # whether they can only move all at once, those that are not active too
     sight: Sight | None  # how its observations are put together, where they have pictures
     cut_failures: bool  # end the episode of an environment that fails in a step, instead of raising EnvError
+    skip_losses: bool  # leave one alone whose process ends again and again in its reset, instead of raising EnvError
 
     @property
     def failures(self) -> list[EnvError]:
@@ -85,6 +90,11 @@ class EnvBatch(Protocol):
     @property
     def blamed(self) -> Flags | None:
         """(N,) those of them in whose own call it ended."""
+        ...
+
+    @property
+    def skipped(self) -> Flags | None:
+        """(N,) those that were left alone since the last reset of all; None where none was."""
         ...
 
     @property
@@ -116,8 +126,9 @@ class EnvBatch(Protocol):
 def unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> EnvError | None:
     """The first observation or reward that is not a finite number, by name: nothing could be learned from it."""
     flat = obs.ravel()
-    if flat.dot(flat) < 1e30 and (reward is None or reward.dot(reward) < 1e30):
-        return None  # the usual case, told by two products: no number is large, let alone not finite
+    with np.errstate(all="ignore"):
+        if flat.dot(flat) < 1e30 and (reward is None or reward.dot(reward) < 1e30):
+            return None  # the usual case, told by two products: no number is large, let alone not finite
     if not np.isfinite(obs).all():
         row, column = map(int, np.argwhere(~np.isfinite(obs))[0])
         what = f"observation[{column}] is {obs[row, column]}"

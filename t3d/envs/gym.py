@@ -8,10 +8,19 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import LONGEST_EPISODE, EnvError, EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
-from t3d.envs.slots import Lost, Raised, Slot
-from t3d.envs.workers import Worker
-from t3d.errors import T3DError, shown
+from t3d.envs.batch import (
+    LONGEST_EPISODE,
+    MOST_LOSSES,
+    EnvError,
+    EpisodeSeed,
+    Flags,
+    Floats,
+    Moved,
+    refuse_unlearnable,
+)
+from t3d.envs.slots import Lost, Raised, Slot, calling
+from t3d.envs.workers import Worker, close_all
+from t3d.errors import T3DError, shortened, shown
 from t3d.layout import Layout, describe, flatten, size
 from t3d.sight import Sight
 
@@ -35,7 +44,8 @@ class GymBatch:
         self.name, self.count, self.actions = name, len(slots), actions
         self.layout = observable(observation_space, name)
         self.obs_dim = size(self.layout)
-        self.cut, self.cut_failures = 0, False
+        self.cut, self.cut_failures, self.skip_losses = 0, False, False
+        self.skipped: Flags | None = None
         self.failures: list[EnvError] = []
         self.worker_lost: Flags | None = None
         self.blamed: Flags | None = None
@@ -56,6 +66,7 @@ class GymBatch:
     def reset(self, episodes: Sequence[int] | None = None) -> Floats:
         if episodes is not None:
             self._episode = [episode - 1 for episode in episodes]
+        self.skipped = None
         self._obs = self._reset([*range(self.count)], self._obs)
         return self._obs.copy()
 
@@ -68,6 +79,7 @@ class GymBatch:
         playing = [int(i) for i in np.flatnonzero(valid)]
         self.worker_lost = self.blamed = None
         self.failures.clear()
+        sent = to_env.copy()  # an environment may change what it is given
         for i in playing:
             self._slots[i].begin(to_env[i])
         for i in playing:
@@ -83,23 +95,26 @@ class GymBatch:
                 self._note_loss(i, lost.here)
             except (Raised, EnvError) as problem:
                 failure = self._failure(i, "step", problem)
-                failure.action, failure.obs = to_env[i], self._obs[i].copy()
+                failure.action, failure.obs = sent[i], self._obs[i].copy()
                 if failure.call == "reset" or not self.cut_failures:
                     raise failure from problem
                 self.failures.append(failure)
             valid[i], truncated[i] = False, True
-        for failure in self.failures:
-            self._remake(failure)
         # Only now: a worker answers in the order it was asked.
         ended = [i for i in playing if terminated[i] or truncated[i]]
-        self._obs = self._reset(ended, final_obs) if ended else final_obs.copy()
+        try:
+            for failure in self.failures:
+                self._remake(failure)
+            self._obs = self._reset(ended, final_obs) if ended else final_obs.copy()
+        except EnvError as failure:
+            failure.moved = Moved(final_obs.copy(), reward, terminated, truncated, final_obs, valid)
+            raise
         return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
-        for worker in self._workers:
-            worker.close()
+        close_all(self._workers)
 
     def _note_loss(self, i: int, here: bool) -> None:
         if self.worker_lost is None or self.blamed is None:
@@ -128,7 +143,12 @@ class GymBatch:
         return obs
 
     def _reset_one(self, i: int) -> Floats:
+        losses = 0
         while True:
+            if self.skip_losses and losses >= MOST_LOSSES:
+                self.skipped = np.zeros(self.count, bool) if self.skipped is None else self.skipped
+                self.skipped[i] = True
+                return np.zeros(self.obs_dim, np.float32)
             # A new episode has a seed of its own, also after a loss.
             self._episode[i] += 1
             self._length[i] = 0
@@ -138,7 +158,7 @@ class GymBatch:
                     raise self._wrong(i, f"reset() gave {shown(returned)}, not (observation, info)")
                 return self._checked(i, returned[0])
             except Lost:
-                continue
+                losses += 1
             except (Raised, EnvError) as problem:
                 raise self._failure(i, "reset", problem) from problem
 
@@ -155,9 +175,11 @@ class GymBatch:
     def _checked(self, i: int, raw: Any) -> Floats:
         """The observation as a flat float32 row, if it can be learned from."""
         try:
-            given = flatten(self.layout, raw)
-        except Exception as problem:
-            raise self._wrong(i, f"the observation is not in {self._space}: {problem}") from problem
+            given = calling(lambda: flatten(self.layout, raw))
+        except Raised as problem:
+            what = problem.__cause__ if isinstance(problem.__cause__, ValueError) else problem
+            space = shortened(str(self._space), 200)
+            raise self._wrong(i, f"the observation is not in {space}: {shortened(str(what), 500)}") from problem
         with np.errstate(over="ignore"):
             obs: Floats = given.astype(np.float32)
         refuse_unlearnable(lambda _: self._where(i), obs[None])
@@ -204,8 +226,8 @@ class GymBatch:
 def as_array(raw: Any) -> NDArray[Any]:
     """Somebody else's value as an array; as an object where it is none."""
     try:
-        return np.asarray(raw)
-    except Exception:
+        return np.asarray(calling(lambda: np.asarray(raw)))
+    except Raised:
         return np.array(None, object)
 
 

@@ -99,6 +99,8 @@ class MujocoBatch:
     sight: Sight | None = None
     together = False
     lost = 0
+    skip_losses = False
+    skipped: Flags | None = None
     worker_lost: Flags | None = None
     blamed: Flags | None = None
 

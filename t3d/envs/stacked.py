@@ -38,6 +38,18 @@ class Stacked:
         self._batch.cut_failures = cut
 
     @property
+    def skip_losses(self) -> bool:
+        return self._batch.skip_losses
+
+    @skip_losses.setter
+    def skip_losses(self, skip: bool) -> None:
+        self._batch.skip_losses = skip
+
+    @property
+    def skipped(self) -> Flags | None:
+        return self._batch.skipped
+
+    @property
     def failures(self) -> list[EnvError]:
         return self._batch.failures
 
@@ -59,7 +71,13 @@ class Stacked:
         return self._sight.seen(self._frames, obs)
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
-        moved = self._batch.step(actions, active)
+        try:
+            return self._stacked(self._batch.step(actions, active), active)
+        except EnvError as failure:
+            failure.moved = failure.moved and self._stacked(failure.moved, active)
+            raise
+
+    def _stacked(self, moved: Moved, active: Flags | None) -> Moved:
         valid, begun = moved.valid, moved.begun(active)
         self._frames[valid, :-1] = self._frames[valid, 1:]
         self._frames[valid, -1] = moved.final_obs[valid][:, self._sight.pixels]

@@ -28,7 +28,8 @@ class VectorBatch:
     sight: Sight | None = None
     lost = cut = 0
     together = True
-    cut_failures = False  # it fails as a whole: nothing can be cut
+    cut_failures = skip_losses = False  # it fails as a whole: nothing can be cut
+    skipped: Flags | None = None
     worker_lost: Flags | None = None
     blamed: Flags | None = None
 
@@ -57,6 +58,7 @@ class VectorBatch:
         obs, _ = self._pair(self._call("reset", lambda: self._env.reset(seed=seeds)))
         self._ended[:] = False
         self._obs = self._flat(obs)
+        refuse_unlearnable(self._where, self._obs)
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
@@ -91,6 +93,7 @@ class VectorBatch:
         reward = np.where(valid, reward, 0.0)
         final_obs = np.where(valid[:, None], final_obs, self._obs)
         refuse_unlearnable(self._where, final_obs, reward)
+        refuse_unlearnable(self._where, obs)  # of new episodes
         self._obs = obs
         return Moved(obs.copy(), reward, terminated & valid, truncated & valid, final_obs, valid)
 
@@ -118,8 +121,8 @@ class VectorBatch:
     def _final_obs(self, info: Any, i: int) -> Floats:
         """The last observation of the episode that ended in environment i."""
         try:
-            given = np.asarray(info["final_obs"][i])
-        except (KeyError, TypeError, IndexError, ValueError):
+            given = calling(lambda: np.asarray(info["final_obs"][i]))
+        except Raised:
             raise self._wrong(
                 "an episode ended, and info has no 'final_obs' with its last observation, which SAME_STEP promises"
             ) from None

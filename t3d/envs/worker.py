@@ -10,8 +10,10 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 
@@ -65,9 +67,7 @@ def rendered(env: Any, pixels: int) -> Any:
             shrunk = Image.fromarray(np.asarray(picture, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
             return np.asarray(shrunk)
 
-    shown = Rendered(env)
-    shown.reset(seed=0)  # if that cannot be, it is said now
-    return shown
+    return Rendered(env)
 
 
 def quiet_mujoco() -> None:
@@ -97,8 +97,10 @@ BAD_STATES = (3, 4, 5)
 def said(problem: BaseException) -> str:
     """An exception of somebody else's in one line, with the place it came from."""
     try:
-        text = str(problem)[:1000]
-    except Exception as second:
+        text = str.__str__(str(problem))[:1000]  # a subclass of str may do anything when it is cut or printed
+    except KeyboardInterrupt:
+        raise
+    except BaseException as second:
         text = f"its message cannot be read: {type(second).__name__} in __str__"
     frames = traceback.extract_tb(problem.__traceback__)
     return f"{type(problem).__name__}: {text}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
@@ -108,7 +110,9 @@ def whole_traceback(problem: BaseException) -> str:
     """The same with every line that led there."""
     try:
         return "".join(traceback.format_exception(problem))
-    except Exception:  # an exception that breaks the formatting
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an exception that breaks the formatting
         return "".join(traceback.format_tb(problem.__traceback__)) + said(problem)
 
 
@@ -131,23 +135,42 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def end_only_with_parent(parent: int) -> None:
+    """Leave Ctrl-C and a signal to the whole group to the parent, which saves first; end when it ends.
+
+    The signals have handlers, because a program that an environment starts would inherit that they are ignored.
+    """
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    end_with(parent)
+
+
 def serve(pipe: Connection) -> None:
-    """Make the environments, then reset and step them as asked until the pipe closes."""
+    """Make the environments, then reset and step them as asked until the pipe closes; then close them."""
     import cloudpickle
 
+    envs: dict[int, Any] = {}
     try:
         env, args, pixels, indices = cloudpickle.loads(pipe.recv_bytes())
-        envs = {index: make(env, args, pixels) for index in indices}
+        for index in indices:
+            envs[index] = make(env, args, pixels)
     except Exception as problem:
-        with suppress(OSError):  # the parent may be gone
-            pipe.send(("raised", (said(problem), whole_traceback(problem))))
-        return
-    pipe.send(("ready", None))
+        pipe.send(("raised", (said(problem), whole_traceback(problem))))
+    else:
+        pipe.send(("ready", None))
+        with suppress(EOFError):
+            answer_calls(pipe, envs, lambda: make(env, args, pixels))
+    for made in envs.values():
+        with suppress(Exception):
+            made.close()
+
+
+def answer_calls(pipe: Connection, envs: dict[int, Any], anew: Callable[[], Any]) -> None:
+    """Do what is asked for until the pipe closes."""
     while True:
-        try:
-            call, index, argument = pipe.recv()
-        except EOFError:
-            return
+        call, index, argument = pipe.recv()
         try:
             if call == "step":
                 before = self_resets(envs[index])
@@ -156,16 +179,20 @@ def serve(pipe: Connection) -> None:
             elif call == "remake":
                 with suppress(Exception):
                     envs[index].close()
-                envs[index], answer = make(env, args, pixels), None
+                envs[index], answer = anew(), None
             else:
                 answer = envs[index].reset(seed=argument)
-            pipe.send(("done", answer))
-        except Exception as problem:
-            pipe.send(("raised", (said(problem), whole_traceback(problem))))
+            content = ForkingPickler.dumps(("done", answer))
+        except SystemExit:
+            raise  # the process ends, as it was told to
+        except BaseException as problem:
+            content = ForkingPickler.dumps(("raised", (said(problem), whole_traceback(problem))))
+        pipe.send_bytes(content)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    end_with(int(sys.argv[2]))
+    end_only_with_parent(int(sys.argv[2]))
     sys.path[:] = sys.argv[3:]  # the parent's, so that its modules are found
-    serve(Connection(int(sys.argv[1])))
+    with suppress(OSError):  # of a pipe whose other end is gone
+        serve(Connection(int(sys.argv[1])))

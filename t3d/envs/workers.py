@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from t3d.errors import T3DError
 
 START_SECONDS = 120.0
 TRIES = 5  # a worker that dies this often without finishing a step is not worth another try
+CLOSING_SECONDS = 2.0  # for the environments of all workers to close
 
 
 def with_pipe(script: list[str], **options: Any) -> tuple["subprocess.Popen[bytes]", Connection]:
@@ -42,13 +45,18 @@ class Worker:
     ) -> None:
         self.name, self.stall_seconds = name, stall_seconds
         self.replaced = 0
-        self._deaths_in_a_row = 0
-        self._order = cloudpickle.dumps((env, args, pixels, indices))
+        self._deaths: Counter[int | None] = Counter()  # in a row, by the environment in whose call it was
+        try:
+            self._order = cloudpickle.dumps((env, args, pixels, indices))
+        except Exception as problem:
+            raise T3DError(f"{name} cannot be sent to a worker process; use --workers 0: {said(problem)}") from problem
         self._launch()
 
     def _launch(self) -> None:
         try:
-            self.process, self._pipe = with_pipe([str(Path(__file__).with_name("worker.py"))])
+            # In a session of its own, because Ctrl-C is for the one who asks.
+            script = [str(Path(__file__).with_name("worker.py"))]
+            self.process, self._pipe = with_pipe(script, start_new_session=True)
         except OSError as error:
             raise EnvError(f"{self.name}: no worker process can be started: {error.strerror}.", call="reset") from error
         self.waiting: list[int] = []  # whose answers are still to come, in order
@@ -65,16 +73,16 @@ class Worker:
                 self.close()
                 raise T3DError(f"{self.name} cannot be made in a worker process: {problem}") from problem
             except Lost:
-                self._count_death()
+                self._count_death(None)
                 self._launch()
 
-    def _count_death(self) -> None:
+    def _count_death(self, index: int | None) -> None:
         self.process.kill()
         self.process.wait()
         self._pipe.close()
         self.replaced += 1
-        self._deaths_in_a_row += 1
-        if self._deaths_in_a_row >= TRIES:
+        self._deaths[index] += 1
+        if self._deaths[index] >= TRIES:
             raise EnvError(
                 f"{self.name}: a worker process died or hung {TRIES} times in a row without finishing a step"
                 f" (exit code {self.process.returncode}); try it with --workers 0 to see why.",
@@ -93,7 +101,7 @@ class Worker:
         try:
             answer = self._receive(self.stall_seconds)
         except Lost:
-            self._count_death()
+            self._count_death(self.waiting[0])
             self._launch()
             self.ready()
             raise
@@ -105,30 +113,49 @@ class Worker:
 
     def _was_answered(self) -> None:
         self.waiting.pop(0)
-        self._deaths_in_a_row = 0
+        self._deaths.clear()
 
     def _receive(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
         try:
             # In slices, so that Ctrl-C is heard.
             while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
+                ended = self.process.poll() is not None and not self._pipe.poll()
+                if ended or time.monotonic() >= deadline:  # a program that it started may hold the pipe open
                     raise Lost
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
             raise Lost from None
         except Lost:
             raise
-        except Exception as problem:  # of unpickling what the environment returned
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # of unpickling what the environment returned, which may do anything
             raise Raised(f"what cannot be sent from its process: {said(problem)}") from problem
         if kind == "raised":
             raise Raised(*value)
         return value
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Let it close its environments and end."""
         self._pipe.close()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """End it, after so many seconds at most."""
+        self.hang_up()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
         self.process.kill()
         self.process.wait()
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    """End them, with some time for their environments to close."""
+    for worker in workers:
+        worker.hang_up()
+    deadline = time.monotonic() + CLOSING_SECONDS
+    for worker in workers:
+        worker.close(max(0.0, deadline - time.monotonic()))
 
 
 class WorkerSlot:
