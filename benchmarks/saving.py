@@ -12,7 +12,6 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 from machine import save
@@ -22,7 +21,7 @@ from t3d.accelerate import accelerate, hardware
 from t3d.config import Config, settle
 from t3d.envs import open_source
 from t3d.runs.checkpoints import Checkpoints
-from t3d.runs.metrics import Metrics
+from t3d.runs.folder import Run
 
 ENV = "HalfCheetah-v5"
 
@@ -37,11 +36,11 @@ def main():
     arguments = parser.parse_args()
     config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
     with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
-        metrics = Metrics(Path(folder))
-        metrics.begin()
+        run = Run(folder)
+        run.begin({"env": ENV, "env_args": {}, "seeds": [0], "preset": "td3"})
         state = states.begin(open_source(ENV), [0], config)
         verbs = accelerate(state.agent, state.memory, state.sums, config)
-        checkpoints = Checkpoints(Path(folder), metrics, training.about(config))
+        checkpoints = Checkpoints(run, training.about(config))
 
         def steps(n):
             longest = 0.0
@@ -70,7 +69,7 @@ def main():
             checkpoints.wait()
             costs.append(cpu() - before - 200 * spent)
         checkpoints.close()
-        metrics.close()
+        run.log.close()
     share = statistics.median(costs) / (minute * spent)
     results = {
         "steps a minute": minute,

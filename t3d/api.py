@@ -19,9 +19,20 @@ from t3d import files, networks, states, training
 from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
 from t3d.agent import Diverged
 from t3d.beside import Beside, decide_eval_beside, evaluator_of
-from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_hardware, refuse_too_many, settle
+from t3d.config import (
+    PRESETS,
+    Config,
+    Preset,
+    check_ranges,
+    from_values,
+    refuse_hardware,
+    refuse_more_than_one,
+    refuse_too_many,
+    settle,
+)
 from t3d.display import Display
 from t3d.envs import Maker, Source, open_source, refuse_paths
+from t3d.envs.source import differs
 from t3d.errors import T3DError, command, nearest, shown
 from t3d.evaluation import Evaluator, NoEvaluator
 from t3d.limits import short_of_cores, short_of_disk
@@ -29,7 +40,7 @@ from t3d.modules import Network, as_network, own_network
 from t3d.policy import Policy, read_policy
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_KNOBS, Run, Which, claim, refuse_used
-from t3d.runs.manifest import newest_manifest
+from t3d.runs.manifest import newest_shapes
 from t3d.runs.report import learning_curve
 
 MODES = {"eager": "eager", "compile": "compiled", "graph": "compiled and recorded"}
@@ -60,10 +71,10 @@ def train(
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
+    source = open_source(env, env_args, eval_env=eval_env)
     if isinstance(env, VectorEnv):
         config.setdefault("num_envs", env.num_envs // max(len(as_seeds(seeds)), 1))
     knobs = from_values(config, PRESETS[preset], "train()")
-    source = open_source(env, env_args, eval_env=eval_env)
     return start(source, as_seeds(seeds), knobs, preset, out, progress, as_network(network))
 
 
@@ -96,6 +107,8 @@ def start(
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
     source = source.seen(config.pixels, config.frame_stack)
+    if config.real_env or source.real:
+        refuse_more_than_one(config, len(seeds))  # before it is made
     with closing(source):
         source = source.as_real(config.real_env)
         config = settle(replace(config, real_env=source.real), preset, source.name, len(seeds))
@@ -124,6 +137,7 @@ def _start(
             networks.using(state.network),
             closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
         ):
+            refuse_other_spaces(state, evaluator)
             verbs, config = ready(state, config, display)
             run = Run(claim(out, source.name))
             with run.lock(), closing(run.log):
@@ -134,7 +148,7 @@ def _start(
                     display.say(sentence)
                 if warning := short_of_disk(run.path, states.disk_needed(state)):
                     display.say(warning)
-                with closing(Checkpoints(run.path, run.log, training.about(config), display.say)) as checkpoints:
+                with closing(Checkpoints(run, training.about(config), display.say)) as checkpoints:
                     go_on(state, verbs, evaluator, config, run, display, checkpoints)
     return run
 
@@ -143,7 +157,8 @@ def resume(
     run: str | Path | Run,
     steps: float | None = None,
     *,
-    env: "Maker | Env[Any, Any] | None" = None,
+    env: "Maker | Env[Any, Any] | VectorEnv[Any, Any, Any] | None" = None,
+    eval_env: str | Maker | None = None,
     network: Any = None,
     on_env_error: Literal["stop", "cut"] | None = None,
     max_env_errors: int | None = None,
@@ -154,7 +169,8 @@ def resume(
     """Go on with a run where its newest whole checkpoint was made, to `steps` if more are given.
 
     `env` makes the environments of a run whose environment was made by a function in Python, or is it itself where it
-    is real; `network` is what it was trained with, if that was a network of your own. `on_env_error` and
+    is real, or the vector environment, and `eval_env` as for `train`; `network` is what it was trained with, if that
+    was a network of your own. `on_env_error` and
     `max_env_errors` take the place of what the run had. What the run's file asks to import (`allow_modules`), and the
     paths and modules that it would hand to the environment (`allow_env_args`), must be allowed by name.
     """
@@ -171,7 +187,9 @@ def resume(
         config = changed
         refuse_hardware(config)
         refuse_too_many(config, len(run.seeds))
-        refuse_other_sizes(run, config)
+        quiet = not progress
+        display = Display(config.steps, run.seeds, config.random_steps, quiet=quiet, evaluated=bool(config.eval_every))
+        refuse_other_sizes(run, config, display.say)
         if run.config.get("callable") and env is None:
             raise T3DError(
                 f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
@@ -180,12 +198,11 @@ def resume(
         own = own_network(run.config.get("network"), network, f"{run.path}")
         if not allow_env_args:
             refuse_paths(run.config["env_args"], where)
-        source = open_source(run.config["env"] if env is None else env, run.config["env_args"], tuple(allow_modules))
+        given_env = run.config["env"] if env is None else env
+        source = open_source(given_env, run.config["env_args"], tuple(allow_modules), eval_env)
         if source.real and not config.real_env:
             raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
         source = source.seen(config.pixels, config.frame_stack)
-        quiet = not progress
-        display = Display(config.steps, run.seeds, config.random_steps, quiet=quiet, evaluated=bool(config.eval_every))
         with closing(source), hardware(config.threads, config.precision):
             source = source.as_real(config.real_env)
             if source.real and not config.real_env:
@@ -195,8 +212,9 @@ def resume(
                 closing(state),
                 networks.using(state.network),
                 closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
-                closing(Checkpoints(run.path, run.log, training.about(config), display.say)) as checkpoints,
+                closing(Checkpoints(run, training.about(config), display.say)) as checkpoints,
             ):
+                refuse_other_spaces(state, evaluator)
                 take_up(state, config, run, display, checkpoints)
                 run.update_config({name: getattr(config, name) for name in given})
                 if training.finished(state, config):
@@ -210,10 +228,33 @@ def resume(
     return run
 
 
-def refuse_other_sizes(run: Run, config: Config) -> None:
+def refuse_other_spaces(state: states.State, evaluator: Evaluator | Beside | NoEvaluator) -> None:
+    """Refuse to evaluate in environments that are not those of training."""
+    if isinstance(evaluator, Evaluator):
+        ours, theirs = ((envs.layout, envs.actions) for envs in (state.envs, evaluator.envs))
+        if differs(ours, theirs):
+            raise T3DError(
+                f"evaluations in {evaluator.envs.name} would have other observations or actions than training in"
+                f" {state.envs.name}."
+            )
+
+
+def nothing_whole(run: Run) -> T3DError:
+    return T3DError(
+        f"no checkpoint of {run.path} is whole: there is nothing to go on from. Its policies can still be used:"
+        f" {run.command('evaluate')}"
+    )
+
+
+def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> None:
     """Refuse settings that do not fit the newest checkpoint before anything of their size is made."""
-    newest = newest_manifest(run.path, len(run.seeds))
-    shapes = newest[1] if newest else {}
+    with run.folder() as folder:
+        shapes, passed = newest_shapes(folder, len(run.seeds), run.identity)
+    if shapes is None and passed:
+        for sentence in passed:
+            say(sentence)
+        raise nothing_whole(run)
+    shapes = shapes or {}
     asked: dict[str, Any] = {"num_envs": config.num_envs, "critics": config.critics, "seeds": len(run.seeds)}
     found: dict[str, Any] = dict(zip(("seeds", "num_envs"), shapes.get("episode_length", ()), strict=False))
     layers = [shapes[f"agent.actor.w{i}"][-1] for i in range(1, 99) if shapes.get(f"agent.actor.w{i}")]
@@ -231,10 +272,7 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
     """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
     found = checkpoints.newest(state.memory, states.most_state(state))
     if found is None and checkpoints.written():
-        raise T3DError(
-            f"no checkpoint of {run.path} is whole: there is nothing to go on from. Its policies can still be used:"
-            f" {run.command('evaluate')}"
-        )
+        raise nothing_whole(run)
     if found is None:
         display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
         checkpoints.discard_unfinished()
@@ -309,7 +347,7 @@ def diverged(problem: Diverged, state: states.State, config: Config, run: Run, c
     """What is left of such a run, and how to begin another one."""
     newest = max(checkpoints.written(), default=0)
     how = f"t3d.train(…, critic_lr={config.critic_lr / 10:g}, actor_lr={config.actor_lr / 10:g})"
-    if not (run.config["callable"] or run.config["network"]):
+    if not (run.config.get("callable") or run.config.get("network")):
         rates = ("--critic-lr", f"{config.critic_lr / 10:g}", "--actor-lr", f"{config.actor_lr / 10:g}")
         how = command("train", "--config", run.path / "config.json", *rates)
     return T3DError(

@@ -30,11 +30,12 @@ from t3d.accelerate import hardware
 from t3d.beside import evaluator_here
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
-from t3d.envs import open_source, refuse_paths
+from t3d.envs import Source, open_source, refuse_paths
 from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
 from t3d.evaluation import Players
+from t3d.limits import cores
 from t3d.policy import Policy
 from t3d.replay import Lens
 from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
@@ -126,6 +127,7 @@ class Doctor:
 
 
 Command = Train | Resume | Evaluate | Doctor | bench.Bench
+MOST_FILLED = 2**28  # bytes of copies that stand in for seeds that were not asked for
 COMMANDS = {"train": Train, "resume": Resume, "evaluate": Evaluate, "doctor": Doctor, "bench": bench.Bench}
 
 
@@ -367,15 +369,16 @@ def evaluate(command: Evaluate) -> None:
     run = Run.open(command.run)
     knobs = _knobs(run.config, str(run.path / "config.json"))
     _refuse_functions(run.config, run.path)
+    if not command.allow_env_args:
+        refuse_paths(run.config["env_args"], str(run.path / "config.json"))
+    refuse_too_many(knobs, len(run.seeds))
+    source = open_source(run.config["env"], run.config["env_args"], command.allow_module)
     wanted = run.seeds if command.seed is None else [command.seed]
     policies = {seed: run.policy(seed, command.policy) for seed in wanted}
     episodes = knobs.eval_episodes if command.episodes is None else command.episodes
     if episodes < 1:
         raise T3DError(f"--episodes must be at least 1; it is {episodes}.")
-    if not command.allow_env_args:
-        refuse_paths(run.config["env_args"], str(run.path / "config.json"))
-    refuse_too_many(knobs, len(run.seeds))
-    returns = played(run, knobs, policies, episodes, command.allow_module)
+    returns = played(run, source, knobs, policies, episodes)
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("seed", "step", "mean return", "deviation", "lowest", "highest", "as recorded"):
@@ -400,24 +403,23 @@ def evaluate(command: Evaluate) -> None:
 
 
 def played(
-    run: Run, knobs: Config, policies: dict[int, Policy], episodes: int, allow_module: tuple[str, ...]
+    run: Run, source: Source, knobs: Config, policies: dict[int, Policy], episodes: int
 ) -> dict[int, list[float | None]]:
     """The returns of each seed's policy, played in the shape that the run's own evaluations had; None for one lost."""
-    source = open_source(run.config["env"], run.config["env_args"], allow_module)
     source = source.seen(knobs.pixels, knobs.frame_stack).as_real(knobs.real_env)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
+    refuse_misfits(run, policies)
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
     device = "cuda" if knobs.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
-    lenses = [policies.get(seed, stand_in).lens for seed in run.seeds]
-    known = [lens for lens in lenses if lens is not None]
-    lens = {name: torch.cat([getattr(one, name) for one in known]).to(device) for name in Lens._fields if known}
+    lenses = [one for seed in run.seeds if (one := policies.get(seed, stand_in).lens) is not None]
+    lens = {name: torch.cat([getattr(one, name) for one in lenses]).to(device) for name in Lens._fields if lenses}
     returns: dict[int, list[float | None]] = {seed: [] for seed in policies}
     with (
         closing(source),
         hardware(knobs.threads, knobs.precision),
         networks.using(stand_in.network),
-        closing(evaluator_here(source, run.seeds, knobs)) as evaluator,
+        closing(evaluator_here(source, run.seeds, replace(knobs, workers=min(knobs.workers, cores())))) as evaluator,
     ):
         if (
             json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
@@ -430,6 +432,23 @@ def played(
                 if seed in policies:
                     returns[seed] += [None if np.isnan(score) else score for score in evaluation.returns[k].tolist()]
     return {seed: scores[:episodes] for seed, scores in returns.items()}
+
+
+def refuse_misfits(run: Run, policies: dict[int, Policy]) -> None:
+    """Refuse policies that cannot be played side by side: files of several runs were mixed, or made by hand."""
+    stand_in = next(iter(policies.values()))
+    shapes = {name: tensor.shape for name, tensor in stand_in.parameters.items()}
+    for seed, policy in policies.items():
+        fits = {name: tensor.shape for name, tensor in policy.parameters.items()} == shapes
+        fits &= policy.card.layout == stand_in.card.layout and (policy.lens is None) == (stand_in.lens is None)
+        if not fits or policy.card.action_low != stand_in.card.action_low:
+            raise T3DError(
+                f"{run.policy_path(seed, 'best').parent}: the policy of seed {seed} does not fit the others."
+            )
+    # The batch has the shape that it had in training, so places of other seeds are filled with copies.
+    size = sum(tensor.nbytes for tensor in stand_in.parameters.values())
+    if (len(run.seeds) - len(policies)) * size > MOST_FILLED:
+        raise T3DError(f"{run.path} has {len(run.seeds):,} seeds, too many to play one of them in the shape of all.")
 
 
 def doctor(command: Doctor) -> None:

@@ -4,6 +4,7 @@ The knobs that stand in the equations are `steps.Knobs`; this adds those of the 
 `config.json` in a run folder holds the values that were used, none of them open.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -127,7 +128,7 @@ _UPDATES_WORTH_COMPILING = {"cpu": 12_000, "cuda": 5_000}
 
 MOST_ENVS = 10_000
 MOST_LAYERS = 64
-MOST_PIXELS = 2**26  # that are seen at once
+MOST_PIXELS = 2**24  # that are seen at once
 
 # The values a knob may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -316,10 +317,7 @@ def _threads(config: Config, seeds: int) -> int:
 def parse_every(text: str) -> tuple[float, int]:
     """60s is 60 seconds, 5000 or 5e3 that many steps: (seconds, steps), one of them 0."""
     number, seconds = (text[:-1], True) if text.endswith("s") else (text, False)
-    try:
-        value = float(number)
-    except ValueError:
-        value = 0.0
+    value = float(number) if re.fullmatch(r"[0-9]{1,15}(\.[0-9]{0,15})?(e[0-9]{1,2})?", number) else 0.0
     if not 0 < value < 1e12 or not (seconds or value.is_integer()):
         raise T3DError(f"--checkpoint-every cannot be {text!r}: it is steps, as in 5000, or seconds, as in 60s.")
     return (value, 0) if seconds else (0.0, int(value))

@@ -40,9 +40,13 @@ except ImportError:  # not on Windows
 RELATIVE = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW") and hasattr(os, "O_DIRECTORY")
 PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 MOST_JSON = 2**24  # bytes
+MOST_PARTS = 200_000  # objects and lists in JSON
 DEEPEST_JSON = 64
 MOST_TENSORS = 2**28  # bytes of a file that is not measured by anything else
-MOST_HEADER = 2**22  # bytes of the header of a safetensors file, where that is read by itself
+MOST_HEADER = 2**20  # bytes of the header of a safetensors file, where that is read by itself
+MOST_NAMES, MOST_DIMS = 10_000, 8  # tensors in a file, and their dimensions
+LARGEST_COUNT = 2**53  # that a file may speak of
+DENSE = 2**23  # bytes above which a file may not be sparse
 SUM = "sha256"  # the key of a checksum in JSON
 SEALED = "t3d"  # and of the JSON in the header of sealed tensors
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool)
@@ -56,6 +60,9 @@ def promises_off() -> list[str]:
     if fcntl is None:
         off.append("This system has no flock: nothing keeps a second process from writing to the same run folder.")
     return off
+
+
+Identity = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,29 @@ class Folder:
         self.path, self._at = path, descriptor
 
     @staticmethod
-    def open(path: Path, make: bool = False) -> "Folder":
-        """The folder at a path that the user gave; links on the way to it are followed."""
+    def open(path: Path, make: bool = False, same: "Identity | None" = None, called: Path | None = None) -> "Folder":
+        """The folder at a path that the user gave; links on the way to it are followed.
+
+        With `same` it must be the folder that this was the identity of; `called` is its path in sentences.
+        """
         with _sentence("make the folder" if make else "open the folder", path):
             if make:
                 path.mkdir(parents=True, exist_ok=True)
             if not path.is_dir():
                 raise T3DError(f"{path} is not a folder.")
-            return Folder(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if RELATIVE else None)
+            if not RELATIVE:
+                folder = Folder(path, None)
+            else:
+                folder = Folder(called or path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            if same is not None and folder.identity() != same:
+                folder.__exit__()
+                raise T3DError(f"{path} is another folder than before: it was moved or replaced while it was in use.")
+            return folder
+
+    def identity(self) -> "Identity":
+        """What tells it from every other folder there is."""
+        now = os.stat(self.path if self._at is None else self._at)  # noqa: PTH116
+        return now.st_dev, now.st_ino
 
     def inside(self, name: str, make: bool = False) -> "Folder":
         """A real folder in this one; a link to one is refused."""
@@ -151,6 +173,14 @@ class Folder:
         with _sentence("read", self.path / name):
             return os.stat(self._name(name), dir_fd=self._at, follow_symlinks=False).st_size
 
+    def holds(self, name: str, descriptor: int, size: int) -> bool:
+        """Whether a file that is open still has this name, and so many bytes."""
+        try:
+            there, ours = os.stat(self._name(name), dir_fd=self._at, follow_symlinks=False), os.fstat(descriptor)
+        except FileNotFoundError:
+            return False
+        return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, size)
+
     def read(self, name: str, most: int, tensors: bool = False) -> bytes:
         """A whole file of at most so many bytes; with `tensors` its header must speak of as many as there are."""
         return _read(self.open_file(name, os.O_RDONLY), self.path / name, most, tensors)
@@ -162,6 +192,7 @@ class Folder:
     def sha256(self, name: str) -> str:
         """The SHA-256 of a file, in hexadecimal; it is never in memory as a whole."""
         with _sentence("read", self.path / name), os.fdopen(self.open_file(name, os.O_RDONLY), "rb") as file:
+            _refuse_sparse(file.fileno(), self.path / name)
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def write(self, name: str, content: bytes) -> Written:
@@ -227,7 +258,7 @@ class Folder:
         except OSError as error:
             holder = file.read(200).strip() or "another process"
             file.close()
-            raise T3DError(sentence.format(holder)) from error
+            raise T3DError(sentence.replace("{}", holder)) from error
         with suppress(OSError):  # who holds it is a courtesy: a full disk is no reason to stop here
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -265,13 +296,25 @@ def _read(descriptor: int, path: Path, most: int, tensors: bool = False) -> byte
         size = os.fstat(descriptor).st_size
         # The system's own files in /proc say that they have no bytes.
         asked = min(size or 2**20, most) + 1 if size <= most else 0
-        content = file.read(min(asked, MOST_HEADER))
+        if asked:
+            _refuse_sparse(descriptor, path)
+        content = file.read(min(asked, MOST_HEADER + 8))
         if tensors and asked:  # before memory is taken for the rest
             _refuse_other_size(content, size, path)
         content += file.read(asked - len(content))
     if size > most or len(content) > most:
         raise T3DError(f"{path} has {size:,} bytes; at most {most:,} are expected.")
     return content
+
+
+def _refuse_sparse(descriptor: int, path: Path) -> None:
+    """A large file of holes takes no room on the disk, and all of its size in memory. T3D writes none."""
+    now = os.fstat(descriptor)
+    # Some file systems count blocks late; these know their holes.
+    few = now.st_size > DENSE and getattr(now, "st_blocks", now.st_size) * 512 < now.st_size // 2
+    if few and os.lseek(descriptor, 0, os.SEEK_HOLE) < now.st_size:
+        raise T3DError(f"{path} is a sparse file, which T3D does not write.")
+    os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 # ------------------------------------------------------------------------------------- paths that the user gave
@@ -325,6 +368,8 @@ def write_json(path: Path, value: Any) -> Written:
 
 def parse_object(content: bytes, where: Path | str) -> dict[str, Any]:
     """The object in JSON of anybody's: no NaN, no infinity, not deep."""
+    if content.count(b"{") + content.count(b"[") > MOST_PARTS:
+        raise T3DError(f"{where} has more than {MOST_PARTS:,} objects and lists in it.")
     try:
         value = json.loads(content, parse_constant=_refuse, parse_float=_finite)
         _refuse_depth(value)
@@ -387,6 +432,7 @@ def pack(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> 
 
 def unpack(content: bytes, where: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
+    _parts(content, where)
     try:
         tensors = dict(safetensors.torch.load(content))
     # Types that PyTorch does not have, and sizes that no machine has, are no SafetensorError.
@@ -428,24 +474,54 @@ def header(content: bytes, where: Path) -> dict[str, Any]:
 
 def _refuse_other_size(content: bytes, size: int, where: Path) -> None:
     """Refuse a safetensors file, of which the beginning is given, that is longer or shorter than its header says."""
-    parts = [part for name, part in header(content, where).items() if name != "__metadata__"]
-    try:
-        end = max((int(part["data_offsets"][1]) for part in parts), default=0)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise T3DError(f"{where} is not a safetensors file, or is damaged ({_short(error)}).") from error
+    end = max((end for _, end in _parts(content, where).values()), default=0)
     if (said := 8 + int.from_bytes(content[:8], "little") + end) != size:
         raise T3DError(f"{where} has {size:,} bytes, and its header speaks of {said:,}: it is damaged.")
 
 
+def _parts(content: bytes, where: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Of each tensor in a header its shape, and where it ends."""
+    try:
+        found = {
+            name: (tuple(map(int, part["shape"][: MOST_DIMS + 1])), int(part["data_offsets"][1]))
+            for name, part in header(content, where).items()
+            if name != "__metadata__"
+        }
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise T3DError(f"{where} is not a safetensors file, or is damaged ({_short(error)}).") from error
+    if len(found) > MOST_NAMES or any(len(shape) > MOST_DIMS for shape, _ in found.values()):
+        raise T3DError(f"{where} has more than {MOST_NAMES:,} tensors, or one of more than {MOST_DIMS} dimensions.")
+    return found
+
+
+def shapes(folder: Folder, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    """The shapes in a safetensors file of so many bytes, without reading the rest of it."""
+    path = folder.path / name
+    with _sentence("read", path), os.fdopen(folder.open_file(name, os.O_RDONLY), "rb") as file:
+        now = os.fstat(file.fileno()).st_size
+        _refuse_sparse(file.fileno(), path)
+        content = file.read(MOST_HEADER + 8)
+    if now != size:
+        raise T3DError(f"{path} has {now:,} bytes where {size:,} were written: it is damaged.")
+    _refuse_other_size(content, now, path)
+    return {name: shape for name, (shape, _) in _parts(content, path).items()}
+
+
 def refuse_numbers(where: Path, given: Mapping[str, Tensor], allowed: Callable[[str, Tensor], bool]) -> None:
-    """Name the first tensor that holds what no run writes: a number that is not finite, or a negative count.
+    """Name the first tensor that holds what no run writes: a number that is not finite, a negative or a huge count.
 
     `allowed` tells, for a tensor with one of those, whether that is as it should be.
     """
     for name, tensor in given.items():
-        bad = not tensor.isfinite().all() if tensor.is_floating_point() else bool((tensor < 0).any())
+        if tensor.is_floating_point():
+            bad = not tensor.isfinite().all()
+        else:
+            large = tensor.dtype == torch.int64 and name != "seeds" and bool((tensor > LARGEST_COUNT).any())
+            bad = large or bool((tensor < 0).any())
         if bad and not allowed(name, tensor):
-            what = "numbers that are not finite" if tensor.is_floating_point() else "a negative count"
+            what = (
+                "numbers that are not finite" if tensor.is_floating_point() else "a negative count, or one beyond 2^53"
+            )
             raise T3DError(f"{where}: {name} holds {what}.")
 
 
@@ -461,6 +537,8 @@ def refuse_mismatch(path: Path, given: Mapping[str, Tensor], live: Mapping[str, 
             raise T3DError(f"{path}: {name} has the shape {shapes}; it belongs to another network.")
         if new.dtype != tensor.dtype and not {new.dtype, tensor.dtype} <= {torch.float32, torch.float64}:
             raise T3DError(f"{path}: {name} is of the type {new.dtype}, not {tensor.dtype}.")
+        if new.dtype != tensor.dtype and not torch.equal(new.isfinite(), new.to(tensor.dtype).isfinite()):
+            raise T3DError(f"{path}: {name} holds numbers that are too large for {tensor.dtype}.")
 
 
 def copy_tensors(path: Path, given: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:

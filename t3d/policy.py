@@ -53,6 +53,7 @@ class Card:
     hidden: list[int]
     network: str | None = None  # the name of one of the user's own
     stack: int = 1  # frames that it sees at once, where there are pictures
+    run: str = ""  # the identity of the run that it comes from
     format: int = FORMAT
 
 
@@ -209,8 +210,10 @@ def _check_card(card: Card, weights: int | None) -> None:
     check(card.layout)
     if weights is not None and size(card.layout) > weights:
         raise ValueError(f"{weights:,} weights for {size(card.layout):,} numbers in an observation")
-    if not (isinstance(card.env, str) and isinstance(card.network, str | None)):
-        raise ValueError("env and network must be names")
+    if not (isinstance(card.env, str) and isinstance(card.network, str | None) and isinstance(card.run, str)):
+        raise ValueError("env, network and run must be names")
+    if not all(isinstance(part, list) for part in (card.returns, card.lengths, card.hidden)):
+        raise ValueError("returns, lengths and hidden must be lists")
     if len(card.hidden) > MOST_LAYERS:
         raise ValueError(f"there are {len(card.hidden)} layers")
     whole = {"seed": [card.seed], "step": [card.step], "lengths": card.lengths, "stack": [card.stack]}

@@ -36,7 +36,6 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-LARGEST_COUNT = 2**53  # that a file may speak of
 LONGEST_REPLAY = 1_000_000  # steps of an episode under way
 METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one only where the actor moves
 
@@ -228,7 +227,8 @@ def restore(
     them (S, N) did not arrive where they had been: their episodes are cut there. A real environment is not replayed.
     """
     # As long as it was when it was saved, not as it is now.
-    longest = len(given["played"]) if "played" in given and given["played"].dim() else 0
+    longest = _tape_length(given, "played", path)
+    _tape_length(given, "history", path)
     state.played.rewind(longest)
     state.history.rewind(longest if state.goals else 0)
     state.episode_length[:] = longest
@@ -249,6 +249,8 @@ def restore(
     episodes = given["envs.episodes"].tolist()
     actions = [state.played.last(int(n))[:, k, i] for (k, i), n in np.ndenumerate(state.episode_length)]
     expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
+    if config.real_env and state.step >= config.steps:
+        return np.ones(state.episode_length.shape, bool)  # nothing is done to it any more
     if config.real_env:
         missed = np.ones(len(actions), bool)
     else:
@@ -265,6 +267,15 @@ def restore(
     return missed.reshape(state.episode_length.shape)
 
 
+def _tape_length(given: dict[str, Tensor], name: str, path: Path) -> int:
+    """Steps of a tape, before one of that length is made."""
+    tape = given.get(name, torch.empty(0, 1, 1, 1))
+    steps = len(tape) if tape.dim() == 4 and tape.numel() else 0
+    if steps > LONGEST_REPLAY:
+        raise T3DError(f"{path}: {name} has {steps:,} steps; at most {LONGEST_REPLAY:,} are replayed.")
+    return steps
+
+
 def refuse_state(state: State, given: dict[str, Tensor], path: Path, longest: int) -> None:
     """Refuse numbers that no run has, before any of them is used: the files may be somebody else's work."""
 
@@ -277,9 +288,9 @@ def refuse_state(state: State, given: dict[str, Tensor], path: Path, longest: in
     for name, most in {"episode_length": longest, "steps_under_way.pending": state.steps_under_way.n}.items():
         if name in given and int(given[name].max()) > most:
             raise T3DError(f"{path}: {name} is {int(given[name].max()):,}, and at most {most:,} are there.")
-    counts = {name: tensor for name, tensor in given.items() if not tensor.is_floating_point()}
-    if any(int(tensor.max()) > LARGEST_COUNT for name, tensor in counts.items() if tensor.numel() and name != "seeds"):
-        raise T3DError(f"{path} holds a count beyond 2^53.")
+    limit = state.envs.longest_episode
+    if limit is not None and "episode_length" in given and int(given["episode_length"].max()) > limit:
+        raise T3DError(f"{path}: an episode has {int(given['episode_length'].max()):,} steps, and can have {limit:,}.")
 
 
 def most_state(state: State) -> int:
@@ -297,6 +308,8 @@ def play_again(
     lengths = np.array([len(part) for part in actions])
     for t in range(int(lengths.max(initial=0))):
         active = (lengths > t) & ~ended
+        if not active.any():
+            break
         now = np.zeros((envs.count, envs.actions.dim), np.float32)
         for i in map(int, np.flatnonzero(active)):
             now[i] = actions[i][t]

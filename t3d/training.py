@@ -194,7 +194,7 @@ def save_last_policies(state: State, config: Config, folder: Run) -> None:
     """Where no evaluation saves them: every seed's actor as it is now, with a card that has no returns."""
     playing = players(state, config)
     for k in range(len(state.seeds)):
-        folder.save_policy(policy_of(state, k, playing, config, state.step), "last")
+        folder.save_policy(policy_of(state, k, playing, config, folder, state.step), "last")
 
 
 def evaluation_due(state: State, config: Config, last: bool) -> bool:
@@ -389,7 +389,7 @@ def record(
         if not len(given_up) and mean > state.best[k]:
             state.best[k] = mean
             names.append("best")
-        policy = policy_of(state, k, playing, config, state.evaluated, _numbers(returns), lengths)
+        policy = policy_of(state, k, playing, config, folder, state.evaluated, _numbers(returns), lengths)
         for which in names:
             folder.save_policy(policy, which)
     if evaluation.replayed:
@@ -410,6 +410,7 @@ def policy_of(
     k: int,
     playing: Players,
     config: Config,
+    folder: Run,
     step: int,
     returns: Sequence[float | None] = (),
     lengths: Sequence[int] = (),
@@ -429,6 +430,7 @@ def policy_of(
         hidden=list(config.hidden),
         network=getattr(state.network, "name", None),
         stack=config.frame_stack if state.envs.sight else 1,
+        run=folder.identity,
     )
     actor, lens = ({name: part[k : k + 1] for name, part in parts.items()} for parts in (playing.actor, playing.lens))
     return Policy(actor, card, Lens(**lens) if lens else None)

@@ -409,7 +409,7 @@ def refuse_segment(run, copy):
     from t3d.runs import checkpoints
     from t3d.runs.manifest import read_manifest
 
-    segment = read_manifest(files.Folder.open(crafted.newest(run)), 150, 2**20).segments[0]
+    segment = read_manifest(files.Folder.open(crafted.newest(run)), 150, 2**20, Run(run).identity).segments[0]
     ring = type("Ring", (), {"rows": torch.zeros(200, 10)})
     checkpoints._refuse_other_rows(copy, files.unpack(copy.read_bytes(), copy), segment, [ring])
 

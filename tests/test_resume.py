@@ -38,6 +38,9 @@ class Interrupted:
         return self.left < 0
 
 
+MINIMAL = {"env": "x", "env_args": {}, "preset": "td3"}  # what config.json needs to be one
+
+
 def begin(env, seeds, **knobs):
     config = settle(
         Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **knobs}), "td3", "x", len(seeds)
@@ -52,13 +55,13 @@ def play(path, env, seeds, stops, forget=None, **knobs):
         run = Run(path)
         path.mkdir(exist_ok=True)
         if not (path / "config.json").exists():
-            run.begin({})
+            run.begin({**MINIMAL, "seeds": list(seeds)})
         source = open_source(env).seen(config.pixels, config.frame_stack)
         with (
             closing(state.envs),
             networks.using(state.network),
             closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
-            closing(Checkpoints(run.path, run.log, {})) as checkpoints,
+            closing(Checkpoints(run, {})) as checkpoints,
         ):
             found = checkpoints.newest(state.memory, states.most_state(state))
             if found is not None:
@@ -173,8 +176,8 @@ accelerate_as_it_is = accelerate
 def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
     state, _ = begin("Pendulum-v1", (3,))
     run = Run(tmp_path)
-    run.log.begin()
-    with closing(state.envs), closing(Checkpoints(tmp_path, run.log, {})) as checkpoints:
+    run.begin({**MINIMAL, "seeds": [3]})
+    with closing(state.envs), closing(Checkpoints(run, {})) as checkpoints:
         checkpoints.save(0, states.saved(state), state.memory)
         checkpoints.wait()
         first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()

@@ -15,7 +15,9 @@ from t3d.bench import figures
 from t3d.bench.suites import ABLATION, LATER, PAPER, SUITES, SuiteName, Version, tasks_of
 from t3d.errors import T3DError
 from t3d.evaluation import best_mean, interquartile_mean, interval, last_mean
+from t3d.files import Folder
 
+MOST_SEEDS = 1_000  # of a task: intervals draw them again ten thousand times
 Rows = list[tuple[str, ...]]  # the first one is the head
 
 
@@ -46,20 +48,25 @@ class Result:
 def read_results(folder: Path) -> dict[SuiteName, list[Result]]:
     """All raw files in a folder, by suite, in the suites' order."""
     found: dict[SuiteName, list[Result]] = {}
-    for suite in SUITES:
-        names = [task.name for version in get_args(Version) for task in tasks_of(suite, version=version)]
-        paths = [folder / f"{name}.json" for name in dict.fromkeys(names)]
-        if results := [read_result(path) for path in paths if path.exists()]:
-            found[suite] = results
+    if not folder.exists():
+        return found
+    with Folder.open(folder) as opened:
+        for suite in SUITES:
+            names = [f"{task.name}.json" for version in get_args(Version) for task in tasks_of(suite, version=version)]
+            there = [name for name in dict.fromkeys(names) if opened.kind(name) is not None]
+            if results := [read_result(opened, name) for name in there]:
+                found[suite] = results
     return found
 
 
-def read_result(path: Path) -> Result:
-    values = files.read_json(path)
+def read_result(folder: Folder, name: str) -> Result:
+    """A raw file, whoever made it."""
+    path, content = folder.path / name, folder.read(name, files.MOST_JSON)
+    values = files.parse_object(content, path)
     try:
         returns = np.array(values["returns"], float)
         config = values["config"]
-        pair = [np.array(values[name], float) for name in ("expected", "came") if name in values]
+        pair = [np.array(values[key], float) for key in ("expected", "came") if key in values]
         result = Result(
             name=path.stem,
             suite=values["suite"],
@@ -72,16 +79,35 @@ def read_result(path: Path) -> Result:
             episodes=config["eval_episodes"],
             hardware=values["hardware"],
             versions=values["versions"],
-            wall_seconds=values["wall_seconds"],
-            digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+            wall_seconds=float(values["wall_seconds"]),
+            digest=hashlib.sha256(content).hexdigest(),
         )
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+        _check(result)
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        if isinstance(error, T3DError):
+            raise
         raise T3DError(f"{path} is not a file of t3d bench returns ({type(error).__name__}: {error}).") from error
-    if result.curves.shape[1] != len(result.steps) or not result.steps:
-        raise T3DError(f"{path} has {len(result.steps)} steps and {result.curves.shape[1]} evaluations.")
-    if not np.isfinite(result.curves).all() or result.variant not in ("", *ABLATION):
-        raise T3DError(f"{path} holds returns that are not finite numbers, or a variant that there is not.")
     return result
+
+
+def _check(result: Result) -> None:
+    """Refuse what `t3d bench returns` would not have written."""
+    texts = {"suite": result.suite, "env": result.env, "variant": result.variant}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise ValueError(f"{wrong[0]} is no text")
+    if not (isinstance(result.hardware, dict) and isinstance(result.versions, dict)):
+        raise ValueError("hardware and versions are no objects")
+    whole = {"steps": result.steps, "eval_every": [result.every], "eval_episodes": [result.episodes]}
+    whole["cores"] = [result.hardware["cores"]]
+    for name, numbers in whole.items():
+        if not all(type(count) is int and 0 <= count < files.LARGEST_COUNT for count in numbers):
+            raise ValueError(f"{name} are not whole numbers")
+    if result.curves.shape[1] != len(result.steps) or not result.steps:
+        raise ValueError(f"{len(result.steps)} steps and {result.curves.shape[1]} evaluations")
+    if not 1 <= len(result.curves) <= MOST_SEEDS or (result.values and result.values[0].shape != result.curves.shape):
+        raise ValueError(f"{len(result.curves):,} seeds; at most {MOST_SEEDS:,} are compared")
+    if not np.isfinite([*result.curves.flat, result.wall_seconds]).all() or result.variant not in ("", *ABLATION):
+        raise ValueError("returns that are not finite numbers, or a variant that there is not")
 
 
 # ------------------------------------------------------------------------------------------------------ tables

@@ -73,6 +73,7 @@ class EnvBatch(Protocol):
     obs_dim: int
     actions: ActionRange
     together: bool  # whether they can only move all at once, those that are not active too
+    longest_episode: int | None  # steps after which an episode is cut; None where that is not known
     sight: Sight | None  # how its observations are put together, where they have pictures
     cut_failures: bool  # end the episode of an environment that fails in a step, instead of raising EnvError
     skip_losses: bool  # leave one alone whose process ends again and again in its reset, instead of raising EnvError

@@ -52,6 +52,7 @@ class GymBatch:
         self._slots, self._workers = slots, workers
         self._space, self._episode_seed = observation_space, episode_seed
         self._limit = time_limit or LONGEST_EPISODE
+        self.longest_episode: int | None = self._limit
         self._episode, self._length = [-1] * self.count, [0] * self.count
         self._obs = np.zeros((self.count, self.obs_dim), np.float32)
 

@@ -114,6 +114,7 @@ class MujocoBatch:
         self.obs_dim = size(self.layout)
         self.actions = ActionRange.of(env.action_space, name)
         self._env, self._limit, self._episode_seed = env, env.spec.max_episode_steps, episode_seed
+        self.longest_episode: int | None = self._limit
         raw: Any = env.unwrapped
         if raw.model.ntree == 1:
             # One body of connected parts is always one island: looking for several is 4 % of a step, for nothing.

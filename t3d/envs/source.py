@@ -1,15 +1,18 @@
 """From what a user names to a batch of environments: which adapter takes it, and why."""
 
+import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ref
 
 import gymnasium
+import numpy as np
 from gymnasium import error, spaces
 from gymnasium.vector import VectorEnv
 
@@ -21,13 +24,15 @@ from t3d.envs.pool import PREFIX, Pool
 from t3d.envs.slots import LocalSlot, Machine, Raised, Slot, calling, close_env
 from t3d.envs.stacked import Stacked
 from t3d.envs.vector import VectorBatch
-from t3d.envs.worker import make
+from t3d.envs.worker import make, said
 from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest, shown
+from t3d.layout import Layout
 from t3d.limits import cores
 from t3d.sight import Sight
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
+MOST_NUMBER = 1e6  # in arguments that only a file gives
 Path = Literal["mujoco.batch", "gymnasium", "envpool"]
 
 # Suites whose ids are known without their module: what an id looks like, and the module that registers it.
@@ -56,7 +61,7 @@ class Source:
     vector: "VectorEnv[Any, Any, Any] | None" = None
     threads: int = 0  # that step them together, where they can; 0 is as many as there are cores
     real: bool = False  # a machine: there is one environment, and training and evaluations take turns on it
-    _made: "WeakSet[gymnasium.Env[Any, Any]]" = field(default_factory=WeakSet)
+    _made: "list[ref[gymnasium.Env[Any, Any]]]" = field(default_factory=list)
     _waiting: "list[gymnasium.Env[Any, Any]]" = field(
         default_factory=list
     )  # made, and not asked for yet; or the real one
@@ -82,9 +87,8 @@ class Source:
             return self
         if self.vector is not None or self._pooled:
             raise T3DError(f"--real-env is for one environment; {self.name} is several at once.")
-        one = self.one()
-        declared = bool((getattr(one, "metadata", None) or {}).get("real", False))
-        real = asked or declared or isinstance(self.env, gymnasium.Env)
+        one = replace(self, real=asked).one()
+        real = asked or declared(one) or isinstance(self.env, gymnasium.Env)
         self._waiting.append(Machine(one) if real else one)
         return replace(self, real=real)
 
@@ -129,12 +133,43 @@ class Source:
         made = self._one()
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
-        if made.unwrapped in self._made:
-            raise T3DError(f"{self.name}() gave the same environment twice; it must make a new one each time.")
-        self._made.add(made.unwrapped)
-        if not isinstance(getattr(made, "observation_space", None), spaces.Space):
-            raise T3DError(f"{self.name} has no observation_space.")
+        with self._reading():
+            if any(other() is made.unwrapped for other in self._made):
+                raise T3DError(f"{self.name}() gave the same environment twice; it must make a new one each time.")
+            self._made.append(ref(made.unwrapped))
+            for name in ("observation_space", "action_space"):
+                if not isinstance(getattr(made, name, None), spaces.Space):
+                    raise T3DError(f"{self.name} has no {name}.")
+        if self.pixels and not (self.real or declared(made)):
+            self._refuse_unseen(made)
         return made
+
+    def _refuse_unseen(self, env: "gymnasium.Env[Any, Any]") -> None:
+        """If it cannot be shown in pictures, that is said now."""
+        try:
+            calling(lambda: env.reset(seed=0))
+        except Raised as problem:
+            close_env(env)
+            hint = "MuJoCo's need a GL library, as Debian's libegl1"
+            raise T3DError(f"{self.name} cannot be shown in pictures ({hint}): {problem}") from problem
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What an environment says of itself may be anything: an exception in it is a sentence."""
+        try:
+            yield
+        except (T3DError, KeyboardInterrupt):
+            raise
+        except BaseException as problem:
+            raise T3DError(f"{self.name} cannot be used: {said(problem)}") from problem
+
+    def _measured(self, env: "gymnasium.Env[Any, Any]") -> tuple[Layout, ActionRange, int | None]:
+        """Its observations, its actions, and its time limit if it declares one."""
+        with self._reading():
+            limit = None if env.spec is None else env.spec.max_episode_steps
+            if not (limit is None or (isinstance(limit, int) and limit > 0)):
+                raise T3DError(f"{self.name} has the time limit {shown(limit)}; it is a whole number from 1 up.")
+            return observable(env.observation_space, self.name), ActionRange.of(env.action_space, self.name), limit
 
     def _one(self) -> "gymnasium.Env[Any, Any]":
         try:
@@ -142,9 +177,9 @@ class Source:
         except ModuleNotFoundError as problem:
             raise self._without(problem.name or str(self._full).rpartition(":")[0]) from problem
         except error.DependencyNotInstalled as problem:
-            extra = {"mujoco": "mujoco", "pygame": "pixels"}
-            said_of = [name for word, name in extra.items() if word in str(problem).lower()]
-            how = f"pip install 't3d[{said_of[0]}]'" if said_of else str(problem)
+            extra, text = {"mujoco": "mujoco", "pygame": "pixels"}, said(problem)
+            said_of = [name for word, name in extra.items() if word in text.lower()]
+            how = f"pip install 't3d[{said_of[0]}]'" if said_of else text
             raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem
         except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
             plain = self.name.rpartition(":")[2]
@@ -155,16 +190,15 @@ class Source:
             near = nearest(plain.split("/")[-1], gymnasium.registry) or nearest(plain, gymnasium.registry)
             raise T3DError(f"there is no environment {self.name}.{near}") from problem
         except Raised as problem:
-            how = " and shown in pictures (MuJoCo's need a GL library, as Debian's libegl1)" if self.pixels else ""
-            raise T3DError(f"{self.name} cannot be made{how}: {problem}") from problem
+            raise T3DError(f"{self.name} cannot be made: {problem}") from problem
 
     def _called(self) -> "gymnasium.Env[Any, Any]":
         """What it makes; whatever it raises, SystemExit too, is `Raised`, but for what is missing here."""
-        missing = (ModuleNotFoundError, error.DependencyNotInstalled, error.UnregisteredEnv, error.NamespaceNotFound)
+        missing = ModuleNotFoundError | error.DependencyNotInstalled | error.UnregisteredEnv | error.NamespaceNotFound
         try:
             return calling(lambda: make(self._full, self.args, self.pixels))  # type: ignore[no-any-return]
         except Raised as problem:
-            if isinstance(problem.__cause__, missing):
+            if isinstance(problem.__cause__, T3DError | missing):
                 raise problem.__cause__ from None
             raise
 
@@ -209,7 +243,8 @@ class Source:
                 f"the vector environment has {self.vector.num_envs} environments, and seeds times num_envs is {count};"
                 " they must be the same number, and workers must be 0."
             )
-        return self._stacked(VectorBatch(self.name, self.vector, episode_seed))
+        with self._reading():
+            return self._stacked(VectorBatch(self.name, self.vector, episode_seed))
 
     def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0) -> EnvBatch:
         """`count` environments behind the contract."""
@@ -229,9 +264,9 @@ class Source:
             return self._pool(count, episode_seed, workers, threads)
         first = self.one()
         try:
-            observable(first.observation_space, self.name)
-            actions = ActionRange.of(first.action_space, self.name)
-            limit = None if first.spec is None else first.spec.max_episode_steps
+            if declared(first) and not self.real:
+                raise T3DError(f"{self.name} says that it is real: train on it alone, without a vector environment.")
+            layout, actions, limit = self._measured(first)
         except BaseException:
             if not self.real:
                 close_env(first)
@@ -261,7 +296,10 @@ class Source:
             return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
             make = None if self.real else self.one
-            slots = [LocalSlot(env, make) for env in (first, *(self.one() for _ in range(count - 1)))]
+            envs = [first, *(self.one() for _ in range(count - 1))]
+            if any(differs((layout, actions), self._measured(env)[:2]) for env in envs[1:]):
+                raise T3DError(f"{self.name} gave environments with different observations or actions.")
+            slots = [LocalSlot(env, make) for env in envs]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
 
     def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
@@ -276,18 +314,42 @@ class Source:
         return VectorBatch(self.name, pool, episode_seed)
 
 
+def declared(env: Any) -> bool:
+    """Whether an environment says that it is real."""
+    metadata = getattr(env, "metadata", None)
+    return isinstance(metadata, Mapping) and metadata.get("real") is True
+
+
 def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> Source:
     """A source whose evaluation environments are made as the vector environment's own were, if that can be known."""
+    if not (isinstance(getattr(vector, "num_envs", None), int) and vector.num_envs > 0):
+        raise T3DError(
+            f"a vector environment says how many it is; num_envs is {shown(getattr(vector, 'num_envs', None))}."
+        )
     spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
+    if any(declared(env) for env in (vector, *(getattr(vector.unwrapped, "envs", None) or ()))):
+        raise T3DError("a vector environment of real environments: train on one of them alone.")
     if eval_env is None and spec is not None and spec.id in gymnasium.registry:
         of_the_vector = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
         args = {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}
         return Source(spec.id, args, vector=vector)
-    if eval_env is None:
-        if not makers:
-            raise T3DError("evaluations need environments of their own: give t3d.train an eval_env to make them with.")
-        eval_env = makers[0]
-    return Source(eval_env, vector=vector)
+    return Source(eval_env or (makers[0] if makers else _nothing_to_evaluate_in(vector)), vector=vector)
+
+
+def _nothing_to_evaluate_in(vector: "VectorEnv[Any, Any, Any]") -> Maker:
+    """Stands in for what makes environments for evaluations, in a run that has none."""
+
+    def make() -> Any:
+        raise T3DError("evaluations need environments of their own: give an eval_env that makes them, or eval_every=0.")
+
+    make.__name__ = type(vector.unwrapped).__name__
+    return make
+
+
+def differs(ours: tuple[Layout, ActionRange], theirs: tuple[Layout, ActionRange]) -> bool:
+    """Whether observations or actions are others."""
+    same = json.dumps(ours[0]) == json.dumps(theirs[0])
+    return not (same and np.array_equal(ours[1].low, theirs[1].low) and np.array_equal(ours[1].high, theirs[1].high))
 
 
 def _newest(env: str) -> str:
@@ -299,21 +361,27 @@ def _newest(env: str) -> str:
     return f"{env}-v{max(known)}" if known else env
 
 
-def path_in(args: Any, key: str = "") -> tuple[str, str] | None:
-    """The first argument that looks like a path or a module, and its name: an environment may open or import it."""
+def unusual(args: Any, key: str = "") -> tuple[str, Any] | None:
+    """The first argument that is neither a plain word nor a number of usual size, and its name.
+
+    An environment may open or import what a text names, and a huge number may keep it busy for ever.
+    """
     if isinstance(args, str):
-        return (key, args) if re.search(r"[/\\:]|\.\w+$|^~", args) else None
+        plain = re.fullmatch(r"[\w -]{0,100}", args) and not os.path.lexists(args)
+        return None if plain else (key, args)
+    if isinstance(args, int | float):
+        return (key, args) if abs(args) > MOST_NUMBER else None
     parts = args.items() if isinstance(args, dict) else enumerate(args) if isinstance(args, list) else ()
-    found = (path_in(value, key or str(name)) for name, value in parts)
-    return next((path for path in found if path is not None), None)
+    found = (unusual(value, key or str(name)) for name, value in parts)
+    return next((one for one in found if one is not None), None)
 
 
 def refuse_paths(args: Any, where: str) -> None:
-    """Arguments that a file hands to an environment may be numbers and words, not paths and modules."""
-    if path := path_in(args):
+    """Arguments that a file hands to an environment may be plain words and numbers, nothing else."""
+    if found := unusual(args):
         raise T3DError(
-            f"{where} would hand {path[0]} = {shown(path[1])} to the environment, which may open or import it;"
-            " if you trust it, add --allow-env-args (in Python: allow_env_args=True)."
+            f"{where} would hand {shown(found[0])} = {shown(found[1])} to the environment, which may open or import it,"
+            " or be kept busy by it; if you trust it, add --allow-env-args (in Python: allow_env_args=True)."
         )
 
 
@@ -326,6 +394,8 @@ def open_source(
     """The source for what a user named; `allowed_modules`, if given, says which `module:Id` may import."""
     if isinstance(env, VectorEnv):
         return _from_vector(env, eval_env)
+    if eval_env is not None:
+        raise T3DError("eval_env is for vector environments; of others evaluations make their own.")
     if isinstance(env, gymnasium.Env):
         return Source(env, real=True)
     if isinstance(env, str):

@@ -18,7 +18,7 @@ class Stacked:
     def __init__(self, batch: EnvBatch, sight: Sight) -> None:
         self._batch, self.sight, self._sight = batch, sight, sight
         self.name, self.count, self.actions, self.layout = batch.name, batch.count, batch.actions, batch.layout
-        self.obs_dim, self.together = sight.dim, batch.together
+        self.obs_dim, self.together, self.longest_episode = sight.dim, batch.together, batch.longest_episode
         self._frames = np.zeros((batch.count, sight.stack, sight.frame_size), np.float32)
 
     @property

@@ -30,6 +30,7 @@ class VectorBatch:
     together = True
     cut_failures = skip_losses = False  # it fails as a whole: nothing can be cut
     skipped: Flags | None = None
+    longest_episode: int | None = None
     worker_lost: Flags | None = None
     blamed: Flags | None = None
 

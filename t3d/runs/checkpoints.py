@@ -35,6 +35,7 @@ from t3d.errors import T3DError
 from t3d.files import Folder
 from t3d.replay import Replay, Ring
 from t3d.runs import manifest as manifests
+from t3d.runs.folder import Run
 from t3d.runs.manifest import (
     SEGMENT_NAME,
     STATE_NAME,
@@ -45,7 +46,7 @@ from t3d.runs.manifest import (
     refuse_misfit,
     steps_in,
 )
-from t3d.runs.metrics import Mark, Metrics
+from t3d.runs.metrics import Mark
 from t3d.runs.parity import parity, parity_size, repaired
 
 KEPT = 2  # checkpoints that stay: if the newest is damaged, there is one before it
@@ -58,9 +59,12 @@ class Checkpoints:
     """The checkpoints of a run folder. `say` is told what is repaired or passed over."""
 
     def __init__(
-        self, run: Path, metrics: Metrics, about: dict[str, Any], say: Callable[[str], None] = lambda sentence: None
+        self,
+        run: Run,
+        about: dict[str, Any],
+        say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self.run, self.metrics, self.about, self.say = run, metrics, about, say
+        self.run, self.metrics, self.about, self.say = run, run.log, about, say
         self.segments: list[Segment] = []
         self._most = 0  # bytes of a manifest
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -72,7 +76,7 @@ class Checkpoints:
     @contextmanager
     def _folder(self, name: str, inside: str | None = None) -> Iterator[Folder]:
         """A folder of the run, or one inside that; made if need be."""
-        with Folder.open(self.run) as run, run.inside(name, make=True) as folder:
+        with self.run.folder() as run, run.inside(name, make=True) as folder:
             if inside is None:
                 yield folder
             else:
@@ -160,7 +164,8 @@ class Checkpoints:
             name = _free_name(folder, "state")
             saved = folder.write(name, files.pack(state))
             folder.write_json(
-                manifests.NAME, Manifest(step, name, saved, segments, capacities, mark, self.about).to_json()
+                manifests.NAME,
+                Manifest(self.run.identity, step, name, saved, segments, capacities, mark, self.about).to_json(),
             )
             if folder.sha256(name) != saved.sha256:
                 raise T3DError(f"{folder.path} does not hold what was written to it: the disk cannot be trusted.")
@@ -191,7 +196,7 @@ class Checkpoints:
             whole: dict[int, Manifest] = {}
             for step in steps_in(checkpoints):
                 with suppress(T3DError), checkpoints.inside(f"step-{step}") as folder:
-                    whole[step] = read_manifest(folder, step, self._most)
+                    whole[step] = read_manifest(folder, step, self._most, self.run.identity)
             stay = sorted(whole)[-KEPT:]
             needed = {part.file for step in stay for part in whole[step].segments}
             for step in sorted(whole)[:-KEPT]:
@@ -225,7 +230,7 @@ class Checkpoints:
                         if folder.kind(manifests.NAME) is None:
                             self.say(f"{folder.path} was being written when the run ended: it is skipped.")
                             continue
-                        found = read_manifest(folder, step, self._most)
+                        found = read_manifest(folder, step, self._most, self.run.identity)
                         most = max(sum(ring.rows[: ring.capacity].nbytes for ring in rings), 2 * LARGE)
                         refuse_misfit(found, rings, most_state, most, folder.path / manifests.NAME)
                         self.metrics.check(found.metrics)
@@ -268,6 +273,8 @@ class Checkpoints:
         self.segments = list(found.segments)
         with self._folder("checkpoints", f"step-{found.step}") as folder:
             state = _read_tensors(folder, found.state_file, found.state.size, found.state.sha256)
+            if "step" not in state or state["step"].numel() != 1 or int(state["step"]) != found.step:
+                raise T3DError(f"{folder.path}: its state is of another step.")
             for name, stored in memory.counters().items():
                 if name in ("stored", "framed") and not np.array_equal(state.get(f"memory.{name}", ()), stored):
                     raise T3DError(f"{folder.path}: its state and its segments disagree about how many rows there are.")

@@ -1,5 +1,7 @@
 """Making a run folder, writing to it, and reading it again."""
 
+import hashlib
+import json
 import os
 import re
 import time
@@ -11,9 +13,9 @@ from typing import IO, Any, Literal, get_args
 
 from t3d import files
 from t3d.config import PRESETS, flag
-from t3d.envs.source import path_in
-from t3d.errors import T3DError, command, shown
-from t3d.files import Folder
+from t3d.envs.source import unusual
+from t3d.errors import T3DError, command, plain, shown
+from t3d.files import Folder, Identity
 from t3d.modules import Network
 from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
@@ -31,6 +33,7 @@ OURS = {
     **dict.fromkeys(("policies", "report", "errors", "checkpoints", "replay"), "folder"),
 }  # what a run folder holds, and of what kind it is
 LARGEST_SEED = 2**62 - 1
+CHANGEABLE = ("steps", "on_env_error", "max_env_errors")  # settings that `resume` may change
 NOT_KNOBS = (
     "format",
     "env",
@@ -106,10 +109,16 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.log = Metrics(self.path)
+        self._at = Path.cwd() / self.path  # an environment may change where this process is
+        self._same: Identity | None = None  # while it is locked it may not be replaced by another one
+        self.log = Metrics(self.path, self.folder)
 
     def __repr__(self) -> str:
-        return f"<Run {self.path}: {self.config['env']}, seeds {self.seeds}>"
+        return plain(f"<Run {self.path}: {self.config['env']}, seeds {shown(self.seeds)}>")
+
+    def folder(self) -> Folder:
+        """It, open."""
+        return Folder.open(self._at, same=self._same, called=self.path)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -123,7 +132,7 @@ class Run:
             raise T3DError(f"cannot look for the run {run.path}: {error}.") from error
         if not there:
             raise T3DError(f"there is no run {run.path}.")
-        with Folder.open(run.path) as folder:
+        with run.folder() as folder:
             if folder.kind(CONFIG) is None:
                 raise T3DError(f"{run.path} is not a run folder: it holds no config.json.")
             for name, kind in OURS.items():
@@ -134,7 +143,7 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, as it was written when the run began."""
-        with Folder.open(self.path) as folder:
+        with self.folder() as folder:
             values = files.parse_object(folder.read(CONFIG, MOST_CONFIG), self.path / CONFIG)
         return checked_config(files.without_sum(values, self.path / CONFIG), self.path / CONFIG)
 
@@ -145,8 +154,18 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Every row of metrics.jsonl."""
-        newest = newest_manifest(self.path, len(self.seeds))
-        return self.log.rows(newest[0].metrics if newest else None)
+        with self.folder() as folder:
+            newest = newest_manifest(folder, len(self.seeds), self.identity)
+        rows, seeds = self.log.rows(newest.metrics if newest else None), set(self.seeds)
+        if strange := next((row["seed"] for row in rows if row["seed"] not in seeds), None):
+            raise T3DError(f"{self.log.path} speaks of the seed {strange}, and the run has no such seed.")
+        return rows
+
+    @property
+    def identity(self) -> str:
+        """What ties checkpoints and policies to it: a hash of the settings that stay as they are."""
+        values = {name: value for name, value in self.config.items() if name not in CHANGEABLE}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -192,13 +211,15 @@ class Run:
                     + (" Its last one is there: which='last', --policy last." if which == "best" else "")
                 )
             policy = policy_of_bytes(policies.read(path.name, files.MOST_TENSORS, tensors=True), path, network)
+        if policy.card.run != self.identity:
+            raise T3DError(f"{path} is the policy of another run than config.json, which has other settings.")
         if policy.card.seed != seed:
             raise T3DError(f"{path} holds the policy of seed {policy.card.seed}, not of seed {seed}.")
         return policy
 
     @contextmanager
     def _policies(self) -> Iterator[Folder]:
-        with Folder.open(self.path) as folder:
+        with self.folder() as folder:
             if folder.kind("policies") is None:
                 raise T3DError(f"{self.path} holds no policies yet.")
             with folder.inside("policies") as policies:
@@ -214,7 +235,7 @@ class Run:
         words = [word for name, value in options.items() for word in (flag(name), value)]
         module = config["env"].rpartition(":")[0]
         words += ["--allow-module", module] if module else []
-        words += ["--allow-env-args"] if path_in(config["env_args"]) else []
+        words += ["--allow-env-args"] if unusual(config["env_args"]) else []
         return command(verb, self.path, *words)
 
     # ------------------------------------------------------------------------------------------ writing
@@ -225,13 +246,15 @@ class Run:
     def lock(self) -> IO[str]:
         """Be the only one who writes here, until the file that is returned is closed or this process ends."""
         sentence = f"{self.path} is being written by {{}}: one run folder has one writer."
-        with Folder.open(self.path) as folder:
-            return folder.lock(".lock", sentence)
+        with self.folder() as folder:
+            held = folder.lock(".lock", sentence)
+            self._same = folder.identity()
+            return held
 
     def begin(self, config: dict[str, Any]) -> None:
         """Write what is to be done."""
         refuse_used(self.path)  # now that it is locked: another process may have been faster
-        with Folder.open(self.path) as folder:
+        with self.folder() as folder:
             for name in ("policies", "report"):
                 with folder.inside(name, make=True):
                     pass
@@ -241,7 +264,7 @@ class Run:
     def write_config(self, config: dict[str, Any]) -> None:
         """config.json, with a checksum of it."""
         values = {**config, "format": FORMAT}
-        with Folder.open(self.path) as folder:
+        with self.folder() as folder:
             folder.write_json(CONFIG, files.with_sum(values))
         self.__dict__["config"] = values  # what was read before
 
@@ -252,7 +275,7 @@ class Run:
 
     def write(self, folder: str, name: str, content: bytes) -> None:
         """A file in policies/, report/ or errors/, which is made again if it is gone."""
-        with Folder.open(self.path) as run, run.inside(folder, make=True) as inner:
+        with self.folder() as run, run.inside(folder, make=True) as inner:
             inner.write(name, content)
 
     def save_policy(self, policy: Policy, which: Which) -> None:
@@ -268,7 +291,7 @@ class Run:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a config.json that somebody may have edited: its checksum does not matter."""
-    values = files.read_json(path)
+    values = files.parse_object(files.read_bytes(path, MOST_CONFIG), path)
     values.pop(files.SUM, None)
     return checked_config(values, path)
 
@@ -276,7 +299,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """A config with an environment and seeds that make sense; the knobs are checked where they are used."""
     if values.get("format") != FORMAT:
-        raise T3DError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}.")
+        raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
     seeds = values.get("seeds")
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise T3DError(f"{path}: seeds cannot be {shown(seeds)}; it is a list of whole numbers.")

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: which files belong to it, of what size and hash. What is read here may be anybody's."""
 
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from t3d.runs.metrics import Mark
 FORMAT = 5
 NAME = "manifest.json"
 SPARE = 2**20  # bytes that the header of a file may have
-MOST_SEGMENTS = 10_000  # that a file may speak of
+MOST_SEGMENTS = 1_000  # that a file may speak of
 LARGEST = 2**53  # a count that a file may speak of
 
 FOLDER_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})", re.ASCII)
@@ -43,6 +42,7 @@ class Segment:
 class Manifest:
     """A checkpoint, told by its files."""
 
+    run: str  # the identity of its config
     step: int
     state_file: str
     state: Written
@@ -67,8 +67,8 @@ def most_manifest(rings: int) -> int:
     return 2**20 + 2**13 * rings
 
 
-def read_manifest(folder: Folder, step: int, most: int) -> Manifest:
-    """The manifest in the folder of a checkpoint, if it is as it was written and has at most so many bytes."""
+def read_manifest(folder: Folder, step: int, most: int, identity: str) -> Manifest:
+    """The manifest in the folder of a run's checkpoint, if it is as it was written and has at most so many bytes."""
     path = folder.path / NAME
     values = files.without_sum(files.parse_object(folder.read(NAME, most), path), path)
     if values.pop("format", None) != FORMAT:
@@ -80,6 +80,8 @@ def read_manifest(folder: Folder, step: int, most: int) -> Manifest:
         _check(manifest, step)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise T3DError(f"{path} is not the manifest of a checkpoint ({error}).") from error
+    if manifest.run != identity:
+        raise T3DError(f"{path} belongs to another run than config.json, which has other settings.")
     return manifest
 
 
@@ -87,6 +89,8 @@ def _check(manifest: Manifest, step: int) -> None:
     """Refuse what no run would have written."""
     if not (_count(manifest.step) and manifest.step == step):
         raise ValueError(f"it is of step {manifest.step!r}")
+    if not isinstance(manifest.run, str):
+        raise ValueError(f"it is of the run {manifest.run!r}")
     if not (STATE_NAME.fullmatch(manifest.state_file) and isinstance(manifest.about, dict)):
         raise ValueError(f"{manifest.state_file!r} is not the name of a state")
     mark = manifest.metrics
@@ -94,6 +98,8 @@ def _check(manifest: Manifest, step: int) -> None:
         raise ValueError(f"metrics cannot be {mark}")
     if not all(map(_count, manifest.capacities)) or len(manifest.segments) > MOST_SEGMENTS:
         raise ValueError("its counts are not counts")
+    if len({part.file for part in manifest.segments}) < len(manifest.segments):
+        raise ValueError("it names a segment twice")
     rings = len(manifest.capacities)
     hashed: list[Written | Segment] = [manifest.state, *manifest.segments]
     for file in hashed:
@@ -142,28 +148,39 @@ def _held(segments: Sequence[Segment], k: int) -> int:
     return end - begin
 
 
-def newest_manifest(run: Path, seeds: int) -> tuple[Manifest, dict[str, tuple[int, ...]]] | None:
-    """Of the newest checkpoint whose manifest is whole: the manifest, and the shapes in its state file, unverified."""
-    most = most_manifest(2 * seeds)
-    try:
-        with Folder.open(run) as folder:
-            if folder.kind("checkpoints") is None:
-                return None
-            with folder.inside("checkpoints") as checkpoints:
-                for step in reversed(steps_in(checkpoints)):
-                    with suppress(T3DError), checkpoints.inside(f"step-{step}") as one:
-                        manifest = read_manifest(one, step, most)
-                        return manifest, _shapes(one, manifest.state_file)
-    except T3DError:
-        pass  # whoever resumes is told
+def newest_manifest(run: Folder, seeds: int, identity: str) -> Manifest | None:
+    """Of the newest checkpoint whose manifest is whole. Whoever resumes is told of the others."""
+    with suppress(T3DError):
+        for manifest, _ in _manifests(run, seeds, identity, []):
+            return manifest
     return None
 
 
-def _shapes(folder: Folder, name: str) -> dict[str, tuple[int, ...]]:
-    with (
-        suppress(T3DError, KeyError, TypeError, AttributeError),
-        os.fdopen(folder.open_file(name, os.O_RDONLY), "rb") as file,
-    ):
-        header = files.header(file.read(SPARE), folder.path)
-        return {key: tuple(values["shape"]) for key, values in header.items()}
-    return {}
+def newest_shapes(run: Folder, seeds: int, identity: str) -> tuple[dict[str, tuple[int, ...]] | None, list[str]]:
+    """The shapes of the newest state that is there in its size, and why newer ones were passed over.
+
+    None where there is no such state; nothing but headers is read.
+    """
+    passed: list[str] = []
+    for manifest, folder in _manifests(run, seeds, identity, passed):
+        try:
+            return files.shapes(folder, manifest.state_file, manifest.state.size), passed
+        except T3DError as error:
+            passed.append(f"{error} The checkpoint of step {manifest.step:,} is skipped.")
+    return None, passed
+
+
+def _manifests(run: Folder, seeds: int, identity: str, passed: list[str]) -> Iterator[tuple[Manifest, Folder]]:
+    """The newest first; those that are not whole are added to `passed`."""
+    if run.kind("checkpoints") is None:
+        return
+    with run.inside("checkpoints") as checkpoints:
+        for step in reversed(steps_in(checkpoints)):
+            try:
+                with checkpoints.inside(f"step-{step}") as folder:
+                    if folder.kind(NAME) is None:
+                        continue  # it was not finished
+                    manifest = read_manifest(folder, step, most_manifest(2 * seeds), identity)
+                    yield manifest, folder
+            except T3DError as error:
+                passed.append(f"{error} The checkpoint of step {step:,} is skipped.")

@@ -38,8 +38,9 @@ class Mark:
 class Metrics:
     """The metrics.jsonl of a run folder."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, folder: Callable[[], Folder] | None = None) -> None:
         self.path = run / NAME
+        self._folder = folder or (lambda: Folder.open(run))  # opens the run folder
         self.mark = Mark()
         self.say: Callable[[str], None] = lambda sentence: None
         self._descriptor: int | None = None
@@ -50,7 +51,7 @@ class Metrics:
     def begin(self, mark: Mark | None = None) -> None:
         """Start to write: an empty file, or the one that is there up to `mark`, in a file of its own."""
         mark = mark or Mark()
-        with Folder.open(self.path.parent) as folder:
+        with self._folder() as folder:
             # Copied and not cut: a hard link to it, in somebody's backup, stays as it is.
             content = b""
             if mark.size:
@@ -87,27 +88,17 @@ class Metrics:
         """Flush the rows so far to the disk; a file that was taken away or replaced is put back."""
         assert self._descriptor is not None, "metrics are begun before they are written"
         try:
-            if not self._still_there():
-                self._put_back()
+            with self._folder() as folder:
+                if not folder.holds(NAME, self._descriptor, self.mark.size):
+                    self._put_back(folder)
             os.fsync(self._descriptor)
         except OSError as error:
             raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
         return self.mark
 
-    def _still_there(self) -> bool:
-        assert self._descriptor is not None
-        try:
-            there = self.path.lstat()
-        except FileNotFoundError:
-            return False
-        ours = os.fstat(self._descriptor)
-        return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, self.mark.size)
-
-    def _put_back(self) -> None:
-        content = zlib.decompress(b"".join([*self._copy, self._deflate.copy().flush()]))
-        with Folder.open(self.path.parent) as folder:
-            folder.write(NAME, content)
-            self._open(folder, self.mark)
+    def _put_back(self, folder: Folder) -> None:
+        folder.write(NAME, zlib.decompress(b"".join([*self._copy, self._deflate.copy().flush()])))
+        self._open(folder, self.mark)
         self.say(f"{self.path} was removed or changed while the run was writing it: all its rows were written again.")
 
     def close(self) -> None:
@@ -154,12 +145,12 @@ class Metrics:
 
     def _torn(self, last: Mark) -> str:
         """A sentence where there is something behind the last whole row."""
-        with Folder.open(self.path.parent) as folder:
+        with self._folder() as folder:
             rest = folder.size(NAME) - last.size
         return f"{self.path}, line {last.rows + 1}, is cut off after {rest} bytes: it is left out." if rest > 0 else ""
 
     def _lines(self) -> Iterator[tuple[Mark, dict[str, Any]]]:
-        with Folder.open(self.path.parent) as folder:
+        with self._folder() as folder:
             descriptor = folder.open_file(NAME, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
             yield from _checked(iter(lambda: file.readline(LONGEST), b""), self.path)
@@ -212,13 +203,13 @@ def _problem(row: Any, number: int) -> str:
         parts = value if isinstance(value, list) else [value]
         if not (isinstance(value, str | bool) or all(map(_is_number, parts))):
             return f"its {name} is not a number"
-    if row["kind"] == "episode" and not isinstance(row.get("return"), int | float):
+    if row["kind"] == "episode" and (row.get("return") is None or not _is_number(row["return"])):
         return f"its return is {row.get('return')!r}"
     if row["kind"] == "evaluation":
         returns, lengths = row.get("returns"), row.get("lengths")
         if not (isinstance(returns, list) and all(_is_number(value) for value in returns) and returns):
             return "its returns are not numbers"
-        if not (isinstance(lengths, list) and all(type(length) is int for length in lengths)):
+        if not (isinstance(lengths, list) and all(type(length) is int and length >= 0 for length in lengths)):
             return "its lengths are not whole numbers"
         if len(lengths) != len(returns):
             return "it has not as many lengths as returns"
@@ -230,4 +221,4 @@ def _problem(row: Any, number: int) -> str:
 def _is_number(value: Any) -> bool:
     """Whether it is null, a whole number or a finite one."""
     kind = type(value)
-    return value is None or kind is int or (kind is float and isfinite(value))
+    return value is None or (kind is int and abs(value) < MOST_STEPS) or (kind is float and isfinite(value))
