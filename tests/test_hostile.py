@@ -230,6 +230,10 @@ MANIFESTS = {
     "about nothing": change_of("about", to=[]),
     "format 99": change_of("format", to=99),
     "deep": change_of("about", "x", to=json.loads("[" * 500 + "]" * 500)),
+    "a segment twice": lambda values: values["segments"].append(values["segments"][0]),
+    "another run": change_of("run", to="0123456789abcdef"),
+    "no run": lambda values: {name: value for name, value in values.items() if name != "run"},
+    "a run that is a list": change_of("run", to=[1]),
 }
 
 
@@ -284,6 +288,13 @@ STATES = {
     "a name too few": lambda state: state.pop("obs"),
     "a tape of another shape": lambda state: state.update(played=torch.zeros(5, 9)),
     "a tape that is too short": lambda state: state.update(played=state["played"][:3]),
+    "a tape of nothing, endless": lambda state: state.update(played=torch.zeros(10**13, 0, 1, 1)),
+    "a tape without an end": lambda state: state.update(played=torch.zeros(0, 1, 1, 1)),
+    "another step": filled("step", 140),
+    "counts beyond 2^53": filled("updates", 2**60),
+    "a longer episode than there is": lambda state: state.update(
+        episode_length=torch.full_like(state["episode_length"], 201), played=torch.zeros(201, 1, 1, 1)
+    ),
 }
 
 
@@ -312,6 +323,12 @@ CONFIGS = {
     "a path": {"env_args": {"xml_file": "/etc/passwd"}},
     "a path in a list": {"env_args": {"a": [{"b": "..\\x"}]}},
     "a file": {"env_args": {"xml_file": "robot.xml"}},
+    "a hidden file": {"env_args": {"xml_file": ".x-"}},
+    "a file in this folder": {"env_args": {"xml_file": "tests"}},
+    "a number that takes for ever": {"env_args": {"frame_skip": 2_000_000_000}},
+    "a number in a list": {"env_args": {"a": [1, [10**12]]}},
+    "parts": {"versions": [{}] * 250_000},
+    "a time with a return": {"checkpoint_every": "\r60s"},
     "a module in arguments": {"env": "Pendulum-v1", "env_args": {"env_id": "antigravity:X-v0"}},
     "arguments of text": {"env_args": "abc"},
     "a network of another type": {"network": {"a": 1}},
@@ -367,6 +384,9 @@ ROWS = {
     "no kind": lambda rows: rows[0].pop("kind"),
     "another number": change_of(0, "n", to=7),
     "numbers that are true": change_of(0, "n", to=False),
+    "a huge whole number": change_of(0, "mean", to=10**400),
+    "huge returns": change_of(0, "returns", to=[10**400]),
+    "negative lengths": change_of(0, "lengths", to=[-1]),
 }
 
 
@@ -384,7 +404,6 @@ def test_rows_that_do_not_fit_each_other_do_not_stop_a_run(run):
         evaluations = [row for row in rows if row["kind"] == "evaluation"]
         evaluations[-1]["returns"], evaluations[-1]["lengths"] = [1.0, 2.0, 1e308], [1, 2, 3]
         evaluations[-1]["mean"] = 1e308
-        evaluations[-2]["seed"] = 77
 
     crafted.metrics(run, change)
     t3d.resume(run, steps=200, progress=False)
@@ -470,7 +489,209 @@ def test_a_sparse_policy_takes_no_memory(header, run):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 50_000
 
 
+def test_a_tensor_of_many_dimensions_is_refused_at_once(run):
+    path = run / "policies" / "best-seed-0.safetensors"
+    path.write_bytes(raw({"a": {"dtype": "F32", "shape": [1] * 250_000, "data_offsets": [0, 4]}}, 4))
+    begin = time.monotonic()
+    with pytest.raises(T3DError, match=r"dimensions|header does not fit"):
+        t3d.load(run)
+    with pytest.raises(T3DError, match="dimensions"):
+        files.unpack(path.read_bytes(), path)
+    assert time.monotonic() - begin < 1
+
+
+def sparse(path, size):
+    """Its content at both ends, and a hole between."""
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def test_sparse_files_are_refused_before_they_are_read(run):
+    policy = t3d.load(run)
+    policy.parameters["w1"] = torch.zeros(1, 3, 4_000_000)
+    header = policy.to_bytes()[:2000]
+    path = run / "policies" / "best-seed-0.safetensors"
+    size = 8 + int.from_bytes(header[:8], "little") + sum(t.nbytes for t in policy.parameters.values())
+    path.write_bytes(header)
+    sparse(path, size)
+    for call in (
+        lambda: t3d.load(run),
+        lambda: t3d.load(path),
+        lambda: files.Folder.open(path.parent).sha256(path.name),
+    ):
+        with pytest.raises(T3DError, match="is a sparse file"):
+            call()
+    path.write_bytes(bytes(10_000_000))  # zeros that are there
+    assert files.Folder.open(path.parent).sha256(path.name)
+
+
+def test_files_of_two_runs_are_not_mixed(run, tmp_path):
+    other = t3d.train("Pendulum-v1", out=tmp_path / "other", **{**KNOBS, "gamma": 0.5}).path
+    policy = run / "policies" / "best-seed-0.safetensors"
+    before = policy.read_bytes()
+    policy.write_bytes((other / "policies" / policy.name).read_bytes())
+    with pytest.raises(T3DError, match="policy of another run"):
+        t3d.load(run)
+    policy.write_bytes(before)
+    shutil.copy(other / "config.json", run / "config.json")
+    with pytest.raises(T3DError, match="another run"):
+        t3d.load(run)
+    with pytest.raises(T3DError, match=r"no checkpoint of .* is whole"):
+        t3d.resume(run, steps=200, progress=False)
+
+
+def test_rows_of_seeds_that_a_run_does_not_have(run):
+    def change(rows):
+        rows[0]["seed"] = 77
+
+    crafted.metrics(run, change)
+    with pytest.raises(T3DError, match="speaks of the seed 77"):
+        t3d.Run.open(run).metrics  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return t3d.train("Pendulum-v1", out=tmp_path_factory.mktemp("pair") / "run", seeds=2, **KNOBS)
+
+
+CARDS = {
+    "other layers": {"hidden": (16, 16)},
+    "more layers": {"hidden": (8, 8, 8)},
+    "other observations": {"env": "MountainCarContinuous-v0"},
+    "normalised": {"normalize_obs": "on"},
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_policies_that_do_not_fit_each_other(case, pair, tmp_path, capsys):
+    shutil.copytree(pair.path, tmp_path / "run")
+    knobs = {**KNOBS, "env": "Pendulum-v1", **CARDS[case]}
+    stranger = t3d.train(out=tmp_path / "other", seeds=[1], **{**knobs, "steps": 60})
+    policy = stranger.policy(1)
+    object.__setattr__(policy.card, "run", pair.identity)
+    Run(tmp_path / "run").write("policies", "best-seed-1.safetensors", policy.to_bytes())
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", str(tmp_path / "run")])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and "the policy of seed 1 does not fit the others" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"returns": {}, "lengths": {}}, {"hidden": {}}, {"run": 7}, {"lengths": None}])
+def test_cards_of_other_types_are_sentences(change, run):
+    policy = t3d.load(run)
+    for name, value in change.items():
+        object.__setattr__(policy.card, name, value)
+    Run(run).write("policies", "best-seed-0.safetensors", policy.to_bytes())
+    with pytest.raises(T3DError, match="does not describe its weights"):
+        t3d.load(run)
+
+
+def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch):
+    path, before, turn = tmp_path / "run", tree(victim), t3d.training.turn
+
+    def swapped(state, *arguments):
+        if state.step == 60:
+            path.rename(tmp_path / "moved")
+            path.symlink_to(victim)
+        return turn(state, *arguments)
+
+    monkeypatch.setattr(t3d.training, "turn", swapped)
+    with pytest.raises(T3DError, match="is another folder than before: it was moved or replaced"):
+        t3d.train("Pendulum-v1", out=path, **KNOBS)
+    assert tree(victim) == before
+
+
+def test_seeds_that_are_not_asked_for_take_no_memory(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("t3d.cli.MOST_FILLED", 100)
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(pair.path), "--seed", "0"])
+    assert "too many to play one of them" in capsys.readouterr().err
+
+
+def test_evaluate_starts_no_more_processes_than_cores(pair, tmp_path, monkeypatch):
+    path, started, here = tmp_path / "run", [], t3d.cli.evaluator_here
+    t3d.train("Pendulum-v1", out=path, workers=40, **{**KNOBS, "eval_every": 0, "steps": 30})
+    monkeypatch.setattr(t3d.cli, "evaluator_here", lambda s, n, c: started.append(c.workers) or here(s, n, c))
+    main(["evaluate", str(path), "--episodes", "1"])
+    assert started == [min(40, t3d.limits.cores())]
+
+
+def test_what_t3d_load_may_not_take(tmp_path):
+    agent = t3d.T3D(3, 1, 2.0, hidden=(8,))
+    for name, value in (("actor.w1", 1e300), ("actor_adam.count", 2**60), ("critic_adam.count", -1)):
+        given = {k: t.clone() for k, t in agent._saved().items()}
+        dtype = torch.float64 if given[name].is_floating_point() else given[name].dtype
+        given[name] = torch.full_like(given[name], value, dtype=dtype)
+        (tmp_path / "agent.safetensors").write_bytes(files.seal(given, {}))
+        with pytest.raises(T3DError, match=name):
+            agent.load("agent", tmp_path)
+
+
+BENCH = {
+    "steps of text": change_of("steps", to=["1"]),
+    "steps that are none": change_of("steps", to=3),
+    "no steps": change_of("steps", to=[]),
+    "an interval of text": change_of("config", "eval_every", to="5"),
+    "hardware that is a list": change_of("hardware", to=[]),
+    "versions that are a list": change_of("versions", to=[]),
+    "cores of text": change_of("hardware", "cores", to=[2]),
+    "a time of text": change_of("wall_seconds", to="long"),
+    "a huge time": change_of("wall_seconds", to=10**400),
+    "an environment of numbers": change_of("env", to=7),
+    "another variant": change_of("variant", to="x"),
+    "20,000 seeds": lambda values: values.update(returns=values["returns"][:1] * 20_000),
+    "no returns": change_of("returns", to=None),
+}
+
+
+@pytest.fixture(scope="module")
+def result():
+    folder = Path(__file__).parent.parent / "benchmarks" / "results" / "returns"
+    return json.loads((folder / "quick-Pendulum-v1.json").read_text())
+
+
+@pytest.mark.parametrize("case", BENCH)
+def test_strange_results_are_sentences(case, result, tmp_path, capsys):
+    values = json.loads(json.dumps(result))
+    BENCH[case](values)
+    (tmp_path / "quick-Pendulum-v1.json").write_text(json.dumps(values))
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "table", "--results", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.startswith("t3d: ") and err.count("\n") == 1 and time.monotonic() - begin < 1
+
+
+def test_links_to_results_are_not_followed(result, tmp_path, capsys):
+    (tmp_path / "elsewhere.json").write_text(json.dumps(result))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "quick-Pendulum-v1.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(SystemExit):
+        main(["bench", "table", "--results", str(tmp_path / "results")])
+    assert "is a link" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- what reaches the terminal
+
+
+def test_sentences_are_short(run, capsys):
+    crafted.config(run, format="x" * 900_000)
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run)])
+    assert len(capsys.readouterr().err) < 2500
+
+
+def test_a_run_shows_itself_in_plain_text(run):
+    crafted.config(run, env="\x1b]0;x\x07")
+    assert repr(t3d.Run.open(run)).isprintable()
+
+
+def test_braces_in_the_name_of_a_run_that_is_in_use(source, tmp_path):
+    shutil.copytree(source, tmp_path / "run-{best}")
+    run = Run(tmp_path / "run-{best}")
+    with run.lock(), pytest.raises(T3DError, match=r"run-\{best\} is being written by process"):
+        Run(run.path).lock()
+
 
 ESCAPES = [
     "\x1b]0;title\x07",
