@@ -150,6 +150,8 @@ class Source:
             calling(lambda: env.reset(seed=0))
         except Raised as problem:
             close_env(env)
+            if isinstance(problem.__cause__, error.DependencyNotInstalled):
+                raise self._not_installed(problem.__cause__) from problem
             hint = "MuJoCo's need a GL library, as Debian's libegl1"
             raise T3DError(f"{self.name} cannot be shown in pictures ({hint}): {problem}") from problem
 
@@ -177,10 +179,7 @@ class Source:
         except ModuleNotFoundError as problem:
             raise self._without(problem.name or str(self._full).rpartition(":")[0]) from problem
         except error.DependencyNotInstalled as problem:
-            extra, text = {"mujoco": "mujoco", "pygame": "pixels"}, said(problem)
-            said_of = [name for word, name in extra.items() if word in text.lower()]
-            how = f"pip install 't3d[{said_of[0]}]'" if said_of else text
-            raise T3DError(f"{self.name} needs a package that is not installed: {how}") from problem
+            raise self._not_installed(problem) from problem
         except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
             plain = self.name.rpartition(":")[2]
             if plain.startswith("dm_control/") and find_spec("dm_control") is None:
@@ -201,6 +200,13 @@ class Source:
             if isinstance(problem.__cause__, T3DError | missing):
                 raise problem.__cause__ from None
             raise
+
+    def _not_installed(self, problem: error.DependencyNotInstalled) -> T3DError:
+        """Name the extra that brings the package."""
+        extras, text = {"mujoco": "mujoco", "pygame": "pixels"}, said(problem)
+        named = [extra for word, extra in extras.items() if word in text.lower()]
+        how = f"pip install 't3d[{named[0]}]'" if named else text
+        return T3DError(f"{self.name} needs a package that is not installed: {how}")
 
     def _without(self, module: str) -> T3DError:
         """What to say where a module is missing."""
