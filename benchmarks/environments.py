@@ -20,7 +20,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv
 from machine import save
 
-from t3d.envs import open_source
+from t3d.envs import env_factory
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -44,12 +44,12 @@ def gym_serial(task, count):
 
 def ours(task, count):
     """Our batch, with everything the contract promises: mapped actions, checks, true last observations."""
-    return contract(open_source(task), count)
+    return contract(env_factory(task), count)
 
 
 def fallback(task, count):
     """The contract over `gymnasium.make`, as any task without a faster path has it."""
-    return contract(open_source(lambda: gymnasium.make(task)), count)
+    return contract(env_factory(lambda: gymnasium.make(task)), count)
 
 
 def contract(source, count):
@@ -121,7 +121,7 @@ def main():
         }
         one, wide = ({name: statistics.median(values) for name, values in times.items()} for times in (one, wide))
         results[task] = {"one core, µs a step": one, f"{len(CORES)} cores, µs a step": wide, "times as fast": ratios}
-        print(f"\n{task} (path: {open_source(task).path()[0]})")
+        print(f"\n{task} (path: {env_factory(task).path()[0]})")
         for title, numbers in (("one core", one), (f"{len(CORES)} cores", wide)):
             for name, value in numbers.items():
                 print(f"  {title:<9} {name:<14} {value:9.1f} µs a step, {value / int(name.split()[1]):7.1f} each")

@@ -31,10 +31,10 @@ from pathlib import Path
 import torch
 from machine import CORES, RESULTS, processor
 
-from t3d import states, training
-from t3d.accelerate import accelerate, hardware
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d import run_state, trainer
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate, hardware
 from t3d.replay import Replay
 from t3d.steps import init_agent
 
@@ -45,9 +45,9 @@ GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 PATH = RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', GPU.lower())}.json"
 
 
-def config_of(seeds, **knobs):
-    knobs = {"steps": 1_000_000, "device": "cuda", "accelerate": "graph", "precision": "tf32", **knobs}
-    return settle(Config(**knobs), "td3", ENV, seeds)
+def config_of(seeds, **settings):
+    settings = {"steps": 1_000_000, "device": "cuda", "accelerate": "graph", "precision": "tf32", **settings}
+    return resolve(Config(**settings), "td3", ENV, seeds)
 
 
 def learner(seeds, precision):
@@ -60,21 +60,21 @@ def learner(seeds, precision):
     memory.length.fill_(10_000)
     config = config_of(seeds, precision=precision)
     agent = init_agent(torch.arange(seeds, device="cuda"), OBS, ACTION, config.hidden)
-    sums = {name: torch.zeros(seeds, device="cuda") for name in states.METRICS}
+    sums = {name: torch.zeros(seeds, device="cuda") for name in run_state.METRICS}
     return accelerate(agent, memory, sums, config)
 
 
-def updates(verbs, times):
+def updates(learner, times):
     for update in range(times):
-        verbs.update(0, delayed=update % 2 == 1)
+        learner.update(0, policy_step=update % 2 == 1)
 
 
-def microseconds(verbs, times=400, rounds=5):
+def microseconds(learner, times=400, rounds=5):
     """The median round's time for one update, every second one delayed."""
-    updates(verbs, times)
+    updates(learner, times)
     spent = []
     for _ in range(rounds):
-        spent.append(milliseconds(lambda: updates(verbs, times)) / times * 1e3)
+        spent.append(milliseconds(lambda: updates(learner, times)) / times * 1e3)
     return statistics.median(spent)
 
 
@@ -118,13 +118,13 @@ def chain(found):
     print(f"a kernel that does next to nothing, in a recording: {found['a kernel that does nothing']:.2f} µs")
 
 
-def profile(verbs):
+def profile(learner):
     """(kernel, how often in two updates, microseconds each), the longest in all first."""
-    updates(verbs, 20)
+    updates(learner, 20)
     torch.cuda.synchronize()
     times = 20
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        updates(verbs, 2 * times)
+        updates(learner, 2 * times)
         torch.cuda.synchronize()
     rows = [(e.key, e.count / times, e.device_time) for e in seen.key_averages() if e.device_time > 0]
     return sorted(rows, key=lambda row: -row[1] * row[2])
@@ -156,13 +156,13 @@ def loop(found):
 
 def steps_per_second(seeds, steps=5_000, rounds=5):
     config = config_of(seeds, random_steps=1_000)
-    state = states.begin(open_source(ENV), list(range(seeds)), config)
+    state = run_state.begin(env_factory(ENV), list(range(seeds)), config)
     with hardware(config.threads, config.precision):
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
 
         def take(times):
             for _ in range(times):
-                training.turn(state, config, verbs)
+                trainer.turn(state, config, learner)
             torch.cuda.synchronize()
 
         begin = time.perf_counter()
@@ -191,7 +191,7 @@ def whole(found):
 
 def with_evaluations(seeds, beside, first=20_000, last=100_000):
     """Steps a second from one step of a run to the end of its last evaluation."""
-    options = ["--steps", str(last), "--random-steps", "1000", "--eval-beside", beside]
+    options = ["--steps", str(last), "--random-steps", "1000", "--async-eval", beside]
     with tempfile.TemporaryDirectory() as out, started(out, seeds, options) as wait_for:
         began = wait_for(rf'"training", "step": {first},')
         return (last - first) / (wait_for(rf'"evaluation", "step": {last},') - began)

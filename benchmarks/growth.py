@@ -15,10 +15,10 @@ import time
 import numpy as np
 from machine import save
 
-from t3d import states
-from t3d.accelerate import accelerate, hardware
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d import run_state
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate, hardware
 
 ENV = "HalfCheetah-v5"
 
@@ -28,10 +28,10 @@ def student(seeds=1, batch=256, capacity=10_000):
     config = Config(
         steps=10**9, random_steps=0, buffer_size=capacity, batch_size=batch, accelerate="compile", device="cpu"
     )
-    config = settle(config, "td3", ENV, seeds)
-    state = states.begin(open_source(ENV), list(range(seeds)), config)
-    verbs = accelerate(state.agent, state.memory, state.sums, config)
-    return state, verbs
+    config = resolve(config, "td3", ENV, seeds)
+    state = run_state.begin(env_factory(ENV), list(range(seeds)), config)
+    learner = accelerate(state.agent, state.memory, state.sums, config)
+    return state, learner
 
 
 def fill(state):
@@ -49,10 +49,10 @@ def race(runs, rounds, updates=50):
     """Milliseconds an update, round by round, in turns."""
     times = {name: [] for name in runs}
     for warm in (True, *[False] * rounds):
-        for name, (_, verbs) in runs.items():
+        for name, (_, learner) in runs.items():
             start = time.perf_counter()
             for i in range(updates):
-                verbs.update(0, delayed=i % 2 == 1)
+                learner.update(0, policy_step=i % 2 == 1)
             if not warm:
                 times[name].append((time.perf_counter() - start) / updates * 1e3)
     return times
@@ -68,10 +68,10 @@ def main():
     parser.add_argument("--largest", type=float, default=1e7)
     arguments = parser.parse_args()
     results = {}
-    with hardware(settle(Config(device="cpu"), "td3", ENV, 1).threads, "fp32"):
+    with hardware(resolve(Config(device="cpu"), "td3", ENV, 1).threads, "fp32"):
         sizes = [size for size in (10_000, 100_000, 1_000_000, 10_000_000) if size <= arguments.largest]
         runs = {size: student(capacity=size) for size in sizes}
-        told = states.peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].memory.rows.nbytes for size in sizes[1:])
+        told = run_state.peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].memory.rows.nbytes for size in sizes[1:])
         for state, _ in runs.values():
             fill(state)
         times = race(runs, arguments.rounds)

@@ -41,8 +41,8 @@ def trained(name, arguments):
     if (folder / "config.json").exists():
         run = t3d.resume(folder, progress=arguments.progress)
     else:
-        knobs = {"precision": precision, "eval_every": arguments.eval_every, "device": arguments.device}
-        run = t3d.train(env, arguments.steps, arguments.seeds, folder, progress=arguments.progress, **knobs)
+        settings = {"precision": precision, "eval_every": arguments.eval_every, "device": arguments.device}
+        run = t3d.train(env, arguments.steps, arguments.seeds, folder, progress=arguments.progress, **settings)
     rows = [row for row in run.metrics if row["kind"] == "evaluation"]
     steps = sorted({row["step"] for row in rows})
     means = [[row["mean"] for row in rows if row["seed"] == seed] for seed in run.seeds]

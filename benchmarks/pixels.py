@@ -1,4 +1,4 @@
-"""What an update costs with pictures: one eye that the critics train, or one for each network.
+"""What an update costs with images: one eye that the critics train, or one for each network.
 
     python benchmarks/pixels.py
 
@@ -10,30 +10,30 @@ from statistics import median
 
 from machine import save
 
-from t3d import networks, states, training
-from t3d.accelerate import accelerate, hardware
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d import networks, run_state, trainer
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate, hardware
 
 ROUNDS, UPDATES = 5, 20
 
 
 def learner(encoder, batch_size):
     """A function that runs some updates, and the state it changes."""
-    knobs = {"steps": 1000, "random_steps": 50, "pixels": 32, "device": "cpu", "accelerate": "compile"}
-    config = settle(Config(**knobs, batch_size=batch_size, encoder=encoder), "td3", "Pendulum-v1", 1)
-    state = states.begin(open_source("Pendulum-v1").seen(config.pixels, config.frame_stack), [0], config)
+    settings = {"steps": 1000, "random_steps": 50, "pixels": 32, "device": "cpu", "accelerate": "compile"}
+    config = resolve(Config(**settings, batch_size=batch_size, encoder=encoder), "td3", "Pendulum-v1", 1)
+    state = run_state.begin(env_factory("Pendulum-v1").seen(config.pixels, config.frame_stack), [0], config)
     with networks.using(state.network):
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
         for _ in range(40):
-            training.turn(state, config, verbs)
+            trainer.turn(state, config, learner)
     state.close()
 
     def milliseconds():
         with hardware(config.threads, config.precision):
             begin = time.perf_counter()
             for update in range(UPDATES):
-                verbs.update(0, delayed=update % 2 == 0)
+                learner.update(0, policy_step=update % 2 == 0)
             return 1000 * (time.perf_counter() - begin) / UPDATES
 
     return milliseconds

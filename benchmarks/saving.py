@@ -16,10 +16,10 @@ import time
 import numpy as np
 from machine import save
 
-from t3d import states, training
-from t3d.accelerate import accelerate, hardware
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d import run_state, trainer
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate, hardware
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
 
@@ -34,20 +34,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=10)
     arguments = parser.parse_args()
-    config = settle(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
+    config = resolve(Config(steps=10**7, random_steps=100, accelerate="compile", device="cpu"), "td3", ENV, 1)
     with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
         run = Run(folder)
         run.begin({"env": ENV, "env_args": {}, "seeds": [0], "preset": "td3"})
-        state = states.begin(open_source(ENV), [0], config)
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
-        checkpoints = Checkpoints(run, training.about(config))
+        state = run_state.begin(env_factory(ENV), [0], config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
+        checkpoints = Checkpoints(run, trainer.about(config))
 
         def steps(n):
             longest = 0.0
             for _ in range(n):
                 start = time.perf_counter()
-                training.turn(state, config, verbs)
-                training.learn_owed(state, config, verbs)
+                trainer.turn(state, config, learner)
+                trainer.learn_owed(state, config, learner)
                 longest = max(longest, time.perf_counter() - start)
             return longest
 
@@ -61,9 +61,9 @@ def main():
         held, longest, costs = [], [], []
         for number in range(arguments.saves):
             state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
-            training.note(state)
+            trainer.note(state)
             start, before = time.perf_counter(), cpu()
-            checkpoints.save(number, states.saved(state), state.memory)
+            checkpoints.save(number, run_state.saved(state), state.memory)
             held.append(time.perf_counter() - start)
             longest.append(steps(200))
             checkpoints.wait()

@@ -42,8 +42,8 @@ def flop_per_update():
     actor, critic = OBS * HIDDEN + HIDDEN**2 + HIDDEN * ACTION, (OBS + ACTION) * HIDDEN + HIDDEN**2 + HIDDEN
     target = actor + 2 * critic  # steps 5 and 7
     critics = 2 * (critic + critic + HIDDEN**2 + HIDDEN)  # step 10; back to the weights, and through two layers
-    delayed = actor + critic + critic + actor + HIDDEN**2 + HIDDEN * ACTION  # step 13, there and back
-    return 2 * BATCH * (target + critics + delayed / 2)
+    policy_step = actor + critic + critic + actor + HIDDEN**2 + HIDDEN * ACTION  # step 13, there and back
+    return 2 * BATCH * (target + critics + policy_step / 2)
 
 
 def python_of(name, package):

@@ -14,8 +14,8 @@ import torch
 from gpu import ACTION, OBS, milliseconds
 from machine import CORES
 
-from t3d import kernels
-from t3d.accelerate.compiling import keep_translations
+from t3d.learners import triton_mlp
+from t3d.learners.compiled import set_compile_cache
 
 WIDTH, BATCH = 256, 256
 SHOWN = 4
@@ -44,10 +44,10 @@ def work(role, seeds, precision):
     x, dy = drawn(seeds, BATCH, sizes[0]), drawn(*lead, BATCH, sizes[-1])
     h1, h2, d1, d2 = (drawn(*lead, BATCH, WIDTH, dtype=kind) for _ in range(4))
     if kernel == "forward":
-        return lambda: torch.ops.t3d.perceptron(x, weights, precision, keep)
+        return lambda: torch.ops.t3d.mlp(x, weights, precision, keep)
     if kernel == "backward":
-        return lambda: torch.ops.t3d.perceptron_backward(dy, h1, h2, weights[::2], False, True, precision)
-    return lambda: torch.ops.t3d.perceptron_weights(x, h1, h2, d1, d2, dy, precision)
+        return lambda: torch.ops.t3d.mlp_backward(dy, h1, h2, weights[::2], False, True, precision)
+    return lambda: torch.ops.t3d.mlp_weights(x, h1, h2, d1, d2, dy, precision)
 
 
 def tiles(role, seeds, precision):
@@ -56,10 +56,10 @@ def tiles(role, seeds, precision):
     nets = seeds * (2 if twins else 1)
     sizes = (OBS + ACTION if twins else OBS, WIDTH, WIDTH)
     if kernel == "weights":
-        now = kernels._weights_tile(nets, precision)
+        now = triton_mlp._weights_tile(nets, precision)
         names, shapes = ("BP", "BQ", "BB", "BS"), itertools.product((32, 64, 128), (64, 128, 256), (32, 64, 128), (64,))
     else:
-        now = kernels._tile(nets, sizes, precision, kernel == "backward")
+        now = triton_mlp._tile(nets, sizes, precision, kernel == "backward")
         names, shapes = ("BM", "BN", "BK"), itertools.product((32, 64, 128), (64, 128, 256), (32, 64))
     found = [now]
     for shape in shapes:
@@ -73,8 +73,8 @@ def tiles(role, seeds, precision):
 
 
 def choose(tile):
-    kernels._tile = lambda *_, **__: tile
-    kernels._weights_tile = lambda *_: tile
+    triton_mlp._tile = lambda *_, **__: tile
+    triton_mlp._weights_tile = lambda *_: tile
 
 
 def prepare(job):
@@ -101,7 +101,7 @@ def microseconds(call, times=20, rounds=3):
 
 
 def main():
-    keep_translations()
+    set_compile_cache()
     cases = [word.split("/") for word in sys.argv[1:] or ("10/tf32", "128/bf16")]
     cases = [(role, int(seeds), precision) for seeds, precision in cases for role in ROLES]
     chosen = {case: tiles(*case) for case in cases}

@@ -8,9 +8,9 @@
 """
 
 from t3d.api import load, resume, train
+from t3d.custom_network import Network
 from t3d.documents import T3D, Actor, Critic, ReplayBuffer
 from t3d.errors import T3DError
-from t3d.modules import Network
 from t3d.policy import Policy
 from t3d.runs.folder import Run
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from t3d import networks, rng
 from t3d.errors import T3DError
 from t3d.optim import AdamState
-from t3d.replay import Lens, Replay, seen_through
+from t3d.replay import Normalizer, Replay, normalize
 from t3d.rng import Purpose
-from t3d.steps import Agent, Knobs, Metrics, learn
+from t3d.steps import Agent, Hyperparameters, Metrics, learn
 
 
 def random_action(seeds: Tensor, step: int, envs: int, action_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -27,9 +27,11 @@ def random_action(seeds: Tensor, step: int, envs: int, action_dim: int, dtype: t
 
 
 @torch.no_grad()
-def explore(agent: Agent, obs: Tensor, step: Tensor | int, noise: float, lens: Lens | None = None) -> Tensor:
+def explore(
+    agent: Agent, obs: Tensor, step: Tensor | int, noise: float, normalizer: Normalizer | None = None
+) -> Tensor:
     """clamp(π(s) + noise · ε, ±1), for each environment and dimension its own ε: (S, N, A)."""
-    action = networks.actor(agent.actor, seen_through(lens, obs))
+    action = networks.actor(agent.actor, normalize(normalizer, obs))
     epsilon = rng.normal(agent.seeds, Purpose.EXPLORATION, step, action.shape[1:], action.dtype)
     return (action + noise * epsilon).clamp(-1, 1)
 
@@ -41,10 +43,10 @@ def draw(agent: Agent, batch_size: int, action_dim: int) -> tuple[Tensor, Tensor
     return bits, rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, shape, dtype)
 
 
-def update(agent: Agent, memory: Replay, batch_size: int, knobs: Knobs, delayed: bool) -> Metrics:
+def update(agent: Agent, memory: Replay, batch_size: int, hp: Hyperparameters, policy_step: bool) -> Metrics:
     """Steps 4 to 15 once, on a batch and with noise that belong to this update of this seed."""
     bits, noise = draw(agent, batch_size, memory.action_dim)
-    return learn(memory, agent, bits, noise, knobs, delayed)
+    return learn(memory, agent, bits, noise, hp, policy_step)
 
 
 def refuse_divergence(action: NDArray[np.float32], seeds: Sequence[int]) -> None:

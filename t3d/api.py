@@ -15,10 +15,8 @@ from typing import Any, Literal, get_args
 from gymnasium import Env
 from gymnasium.vector import VectorEnv
 
-from t3d import files, networks, states, training
-from t3d.accelerate import CannotCompile, Verbs, accelerate, hardware
+from t3d import files, networks, run_state, trainer
 from t3d.agent import Diverged
-from t3d.beside import Beside, decide_eval_beside, evaluator_of
 from t3d.config import (
     PRESETS,
     Config,
@@ -28,18 +26,20 @@ from t3d.config import (
     refuse_hardware,
     refuse_more_than_one,
     refuse_too_many,
-    settle,
+    resolve,
 )
+from t3d.custom_network import Network, as_network, own_network
 from t3d.display import Display
-from t3d.envs import Maker, Source, open_source, refuse_paths
-from t3d.envs.source import differs
+from t3d.envs import EnvFactory, Maker, env_factory, refuse_paths
+from t3d.envs.factory import differs
 from t3d.errors import T3DError, command, nearest, shown
-from t3d.evaluation import Evaluator, NoEvaluator
+from t3d.evaluate.async_evaluator import AsyncEvaluator, make_evaluator, resolve_async_eval
+from t3d.evaluate.evaluator import Evaluator, NoEvaluator
+from t3d.learners import CannotCompile, Learner, accelerate, hardware
 from t3d.limits import short_of_cores, short_of_disk
-from t3d.modules import Network, as_network, own_network
 from t3d.policy import Policy, read_policy
 from t3d.runs.checkpoints import Checkpoints
-from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_KNOBS, Run, Which, claim, refuse_used
+from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_SETTINGS, Run, Which, claim, refuse_used
 from t3d.runs.manifest import newest_shapes
 from t3d.runs.report import learning_curve
 
@@ -64,18 +64,18 @@ def train(
     `env` is a Gymnasium id, anything that makes an environment when called, with `env_args` if given, or a
     Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations. It may be an environment
     itself, which counts as a real one (`real_env`): it is not copied. `seeds` is a number of seeds (0, 1, …) or the
-    seeds themselves; `out` the run folder; `network` a network of your own (`t3d.modules`); `config` any knob of
-    `t3d train --help`.
+    seeds themselves; `out` the run folder; `network` a network of your own (`t3d.custom_network`); `config` any option
+    of `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
-    source = open_source(env, env_args, eval_env=eval_env)
+    factory = env_factory(env, env_args, eval_env=eval_env)
     if isinstance(env, VectorEnv):
         config.setdefault("num_envs", env.num_envs // max(len(as_seeds(seeds)), 1))
-    knobs = from_values(config, PRESETS[preset], "train()")
-    return start(source, as_seeds(seeds), knobs, preset, out, progress, as_network(network))
+    settings = from_values(config, PRESETS[preset], "train()")
+    return start(factory, as_seeds(seeds), settings, preset, out, progress, as_network(network))
 
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -95,7 +95,7 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
 
 
 def start(
-    source: Source,
+    factory: EnvFactory,
     seeds: list[int],
     config: Config,
     preset: Preset,
@@ -106,17 +106,17 @@ def start(
     """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
-    source = source.seen(config.pixels, config.frame_stack)
-    if config.real_env or source.real:
+    factory = factory.seen(config.pixels, config.frame_stack)
+    if config.real_env or factory.real:
         refuse_more_than_one(config, len(seeds))  # before it is made
-    with closing(source):
-        source = source.as_real(config.real_env)
-        config = settle(replace(config, real_env=source.real), preset, source.name, len(seeds))
-        return _start(source, seeds, config, preset, out, progress, network)
+    with closing(factory):
+        factory = factory.as_real(config.real_env)
+        config = resolve(replace(config, real_env=factory.real), preset, factory.name, len(seeds))
+        return _start(factory, seeds, config, preset, out, progress, network)
 
 
 def _start(
-    source: Source,
+    factory: EnvFactory,
     seeds: list[int],
     config: Config,
     preset: Preset,
@@ -130,26 +130,26 @@ def _start(
         raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
     display = Display(config.steps, seeds, config.random_steps, quiet=not progress, evaluated=bool(config.eval_every))
     with hardware(config.threads, config.precision):
-        state = states.begin(source, seeds, config, network)
-        config = decide_eval_beside(config, source, state.agent.actor, state.envs)
+        state = run_state.begin(factory, seeds, config, network)
+        config = resolve_async_eval(config, factory, state.agent.actor, state.envs)
         with (
             closing(state),
             networks.using(state.network),
-            closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
+            closing(make_evaluator(factory, state.seeds, config, state.network)) as evaluator,
         ):
             refuse_other_spaces(state, evaluator)
-            verbs, config = ready(state, config, display)
-            run = Run(claim(out, source.name))
+            learner, config = ready(state, config, display)
+            run = Run(claim(out, factory.name))
             with run.lock(), closing(run.log):
-                run.begin(training.describe(source, preset, seeds, config, network))
+                run.begin(trainer.describe(factory, preset, seeds, config, network))
                 for line in headline(state, preset, config, run):
                     display.say(line)
                 for sentence in files.promises_off():
                     display.say(sentence)
-                if warning := short_of_disk(run.path, states.disk_needed(state)):
+                if warning := short_of_disk(run.path, run_state.disk_needed(state)):
                     display.say(warning)
-                with closing(Checkpoints(run, training.about(config), display.say)) as checkpoints:
-                    go_on(state, verbs, evaluator, config, run, display, checkpoints)
+                with closing(Checkpoints(run, trainer.about(config), display.say)) as checkpoints:
+                    go_on(state, learner, evaluator, config, run, display, checkpoints)
     return run
 
 
@@ -177,7 +177,7 @@ def resume(
     run = Run.open(run)
     where = str(run.path / "config.json")
     with run.lock(), closing(run.log):
-        config = from_values({k: v for k, v in run.config.items() if k not in NOT_KNOBS}, Config(), where)
+        config = from_values({k: v for k, v in run.config.items() if k not in NOT_SETTINGS}, Config(), where)
         given = {"steps": steps, "on_env_error": on_env_error, "max_env_errors": max_env_errors}
         changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
         check_ranges(config)
@@ -199,36 +199,36 @@ def resume(
         if not allow_env_args:
             refuse_paths(run.config["env_args"], where)
         given_env = run.config["env"] if env is None else env
-        source = open_source(given_env, run.config["env_args"], tuple(allow_modules), eval_env)
-        if source.real and not config.real_env:
+        factory = env_factory(given_env, run.config["env_args"], tuple(allow_modules), eval_env)
+        if factory.real and not config.real_env:
             raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
-        source = source.seen(config.pixels, config.frame_stack)
-        with closing(source), hardware(config.threads, config.precision):
-            source = source.as_real(config.real_env)
-            if source.real and not config.real_env:
+        factory = factory.seen(config.pixels, config.frame_stack)
+        with closing(factory), hardware(config.threads, config.precision):
+            factory = factory.as_real(config.real_env)
+            if factory.real and not config.real_env:
                 raise T3DError(f"{run.path} was not begun on a real environment, and this one says that it is real.")
-            state = states.make(source, run.seeds, config, own)
+            state = run_state.make(factory, run.seeds, config, own)
             with (
                 closing(state),
                 networks.using(state.network),
-                closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
-                closing(Checkpoints(run, training.about(config), display.say)) as checkpoints,
+                closing(make_evaluator(factory, state.seeds, config, state.network)) as evaluator,
+                closing(Checkpoints(run, trainer.about(config), display.say)) as checkpoints,
             ):
                 refuse_other_spaces(state, evaluator)
                 take_up(state, config, run, display, checkpoints)
                 run.update_config({name: getattr(config, name) for name in given})
-                if training.finished(state, config):
+                if trainer.finished(state, config):
                     display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
                     draw(run, display.say)
                     return run
-                verbs, ready_config = ready(state, config, display)
+                learner, ready_config = ready(state, config, display)
                 if ready_config != config:
                     raise T3DError(f"{run.path} was compiled, and here nothing can be: it would not be the same run.")
-                go_on(state, verbs, evaluator, config, run, display, checkpoints)
+                go_on(state, learner, evaluator, config, run, display, checkpoints)
     return run
 
 
-def refuse_other_spaces(state: states.State, evaluator: Evaluator | Beside | NoEvaluator) -> None:
+def refuse_other_spaces(state: run_state.State, evaluator: Evaluator | AsyncEvaluator | NoEvaluator) -> None:
     """Refuse to evaluate in environments that are not those of training."""
     if isinstance(evaluator, Evaluator):
         ours, theirs = ((envs.layout, envs.actions) for envs in (state.envs, evaluator.envs))
@@ -268,27 +268,27 @@ def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> 
             )
 
 
-def take_up(state: states.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
+def take_up(state: run_state.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
     """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
-    found = checkpoints.newest(state.memory, states.most_state(state))
+    found = checkpoints.newest(state.memory, run_state.most_state(state))
     if found is None and checkpoints.written():
         raise nothing_whole(run)
     if found is None:
         display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
         checkpoints.discard_unfinished()
         run.log.begin()
-        states.first_reset(state)
+        run_state.first_reset(state)
         return
     behind, problem = run.log.after(found.metrics)
     if problem:
         display.say(f"{problem} It is behind the newest checkpoint, so the run makes it again.")
     reached = max((row["step"] for row in behind), default=0)
-    for name, now in training.about(config).items():
+    for name, now in trainer.about(config).items():
         if found.about.get(name) != now:
             before = shown(found.about.get(name))
             display.say(f"{name} was {before} and is {now!r}: the run goes on, but not bit for bit.")
     folder = run.path / "checkpoints" / f"step-{found.step}"
-    missed = states.restore(state, checkpoints.load(found, state.memory), folder, config, display.say)
+    missed = run_state.restore(state, checkpoints.load(found, state.memory), folder, config, display.say)
     redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
     display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
     if config.real_env:
@@ -304,9 +304,9 @@ def take_up(state: states.State, config: Config, run: Run, display: Display, che
 
 
 def go_on(
-    state: states.State,
-    verbs: Verbs,
-    evaluator: Evaluator | Beside | NoEvaluator,
+    state: run_state.State,
+    learner: Learner,
+    evaluator: Evaluator | AsyncEvaluator | NoEvaluator,
     config: Config,
     run: Run,
     display: Display,
@@ -320,12 +320,12 @@ def go_on(
     with stopping() as stop:
         try:
             with display:
-                training.run(state, verbs, evaluator, config, run, display, checkpoints, stop)
+                trainer.run(state, learner, evaluator, config, run, display, checkpoints, stop)
         except Diverged as problem:
             raise diverged(problem, state, config, run, checkpoints) from problem
         finally:
             draw(run, display.say)
-    if stop.signal is not None and not training.finished(state, config):
+    if stop.signal is not None and not trainer.finished(state, config):
         display.say(f"Stopped and saved at step {state.step:,}. To go on: {run.command('resume')}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
@@ -340,10 +340,10 @@ def go_on(
             f"{state.env_errors} steps of environments failed, and their episodes were cut: {run.path / 'errors'}"
         )
     if not state.updates.any():
-        display.say("No update was run: no episode ended. Give more --steps, or --update-after step.")
+        display.say("No update was run: no episode ended. Give more --steps, or --train-freq step.")
 
 
-def diverged(problem: Diverged, state: states.State, config: Config, run: Run, checkpoints: Checkpoints) -> T3DError:
+def diverged(problem: Diverged, state: run_state.State, config: Config, run: Run, checkpoints: Checkpoints) -> T3DError:
     """What is left of such a run, and how to begin another one."""
     newest = max(checkpoints.written(), default=0)
     how = f"t3d.train(…, critic_lr={config.critic_lr / 10:g}, actor_lr={config.actor_lr / 10:g})"
@@ -374,7 +374,7 @@ class Stop:
     def __call__(self) -> bool:
         return self.signal is not None
 
-    def ask(self, number: int, _: Any) -> None:
+    def submit(self, number: int, _: Any) -> None:
         if self.signal is not None:
             os._exit(128 + number)  # asked twice: at once; the last checkpoint is whole
         self.signal = number
@@ -387,7 +387,7 @@ def stopping() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.submit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
@@ -395,7 +395,7 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs, Config]:
+def ready(state: run_state.State, config: Config, display: Display) -> tuple[Learner, Config]:
     """The verbs of the loop, and the config with the mode they are in: where nothing can be compiled, `eager`."""
     if config.accelerate != "eager":
         display.say("Compiling the update: about a minute the first time, a few seconds after that.")
@@ -407,22 +407,23 @@ def ready(state: states.State, config: Config, display: Display) -> tuple[Verbs,
     return accelerate(state.agent, state.memory, state.sums, config), config
 
 
-def headline(state: states.State, preset: str, config: Config, run: Run) -> list[str]:
+def headline(state: run_state.State, preset: str, config: Config, run: Run) -> list[str]:
     """The first lines: what is about to happen, with the numbers that were decided by rule."""
-    name, seeds, memory = state.envs.name, state.seeds, states.peak_memory(state)
+    name, seeds, memory = state.envs.name, state.seeds, run_state.peak_memory(state)
     network = f"networks {'-'.join(map(str, config.hidden))}"
     if own := getattr(state.network, "name", None):
         network = f"network {own}"
-    elif sight := state.envs.sight:
-        seen = f"{sight.stack} frame{'s' if sight.stack > 1 else ''} of {sight.height} x {sight.width}"
+    elif frame_stack := state.envs.frame_stack:
+        plural = "s" if frame_stack.stack > 1 else ""
+        seen = f"{frame_stack.stack} frame{plural} of {frame_stack.height} x {frame_stack.width}"
         network = f"convolutions over {seen}, then {network}"
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
     where += f", {config.precision}, {MODES[config.accelerate]}"
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
-    when = f"{rate}, after each episode" if config.update_after == "episode" else f"then {rate}"
-    beside = ", evaluations beside training" if config.eval_beside == "on" else ""
+    when = f"{rate}, after each episode" if config.train_freq == "episode" else f"then {rate}"
+    beside = ", evaluations beside training" if config.async_eval == "on" else ""
     real = ", a real environment" if config.real_env else ""
     return [
         f"T3D on {name}{real}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}",

@@ -25,20 +25,20 @@ from tyro.conf import Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
-from t3d import api, bench, networks, training
-from t3d.accelerate import hardware
-from t3d.beside import evaluator_here
+from t3d import api, bench, networks, trainer
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
-from t3d.envs import Source, open_source, refuse_paths
+from t3d.envs import EnvFactory, env_factory, refuse_paths
 from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
-from t3d.evaluation import Players
+from t3d.evaluate.async_evaluator import local_evaluator
+from t3d.evaluate.evaluator import PolicySnapshot
+from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.policy import Policy
-from t3d.replay import Lens
-from t3d.runs.folder import NOT_KNOBS, Run, Which, read_config
+from t3d.replay import Normalizer
+from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Train:
     """Take the settings from a run's config.json; what is typed beside it goes first."""
     allow_env_args: bool = False
     """Hand the environment what that file says, also where it looks like a path or a module."""
-    knobs: Annotated[Config, arg(name="")] = field(default_factory=Config)
+    settings: Annotated[Config, arg(name="")] = field(default_factory=Config)
     env_args: Suppress[dict[str, Any]] = field(default_factory=dict)
 
 
@@ -220,18 +220,18 @@ def _train_defaults(arguments: list[str]) -> Train:
     preset, file = _value_of("--preset", arguments), _value_of("--config", arguments)
     if file is None:
         # A preset that does not exist is left to the parser to complain of.
-        return Train(knobs=PRESETS.get(preset, Config()))
+        return Train(settings=PRESETS.get(preset, Config()))
     values = read_config(Path(file))
     if preset is not None:
         raise T3DError("--config brings its preset with it: give --preset or --config, not both.")
-    return Train(preset=values["preset"], knobs=_knobs(values, file))
+    return Train(preset=values["preset"], settings=_settings(values, file))
 
 
-def _knobs(values: dict[str, Any], where: str) -> Config:
-    """The knobs in a config.json."""
-    knobs = from_values({k: v for k, v in values.items() if k not in NOT_KNOBS}, Config(), where)
-    check_ranges(knobs)
-    return knobs
+def _settings(values: dict[str, Any], where: str) -> Config:
+    """The options in a config.json."""
+    settings = from_values({k: v for k, v in values.items() if k not in NOT_SETTINGS}, Config(), where)
+    check_ranges(settings)
+    return settings
 
 
 def _value_of(option: str, arguments: list[str]) -> Any:
@@ -288,14 +288,14 @@ def train(command: Train) -> None:
         env, env_args = _env_in(command.config), {**from_file, **env_args}
     if not env:
         raise T3DError("train needs an environment, for example: t3d train Pendulum-v1")
-    knobs = command.knobs
+    settings = command.settings
     if command.config:
-        file = _knobs(read_config(command.config), str(command.config))
-        if knobs.steps < file.steps and knobs.random_steps == file.random_steps:
+        file = _settings(read_config(command.config), str(command.config))
+        if settings.steps < file.steps and settings.random_steps == file.random_steps:
             # They were chosen for a longer run; a shorter one keeps the rule of a tenth.
-            knobs = replace(knobs, random_steps=min(file.random_steps, knobs.steps // 10))
-    source, seeds = open_source(env, env_args), _chosen_seeds(command)
-    conclude(api.start(source, seeds, knobs, command.preset, command.out, progress=True))
+            settings = replace(settings, random_steps=min(file.random_steps, settings.steps // 10))
+    factory, seeds = env_factory(env, env_args), _chosen_seeds(command)
+    conclude(api.start(factory, seeds, settings, command.preset, command.out, progress=True))
 
 
 def conclude(run: Run) -> None:
@@ -367,18 +367,18 @@ def _chosen_seeds(command: Train) -> list[int]:
 def evaluate(command: Evaluate) -> None:
     """Play the episodes and show them beside what was recorded."""
     run = Run.open(command.run)
-    knobs = _knobs(run.config, str(run.path / "config.json"))
+    settings = _settings(run.config, str(run.path / "config.json"))
     _refuse_functions(run.config, run.path)
     if not command.allow_env_args:
         refuse_paths(run.config["env_args"], str(run.path / "config.json"))
-    refuse_too_many(knobs, len(run.seeds))
-    source = open_source(run.config["env"], run.config["env_args"], command.allow_module)
+    refuse_too_many(settings, len(run.seeds))
+    factory = env_factory(run.config["env"], run.config["env_args"], command.allow_module)
     wanted = run.seeds if command.seed is None else [command.seed]
     policies = {seed: run.policy(seed, command.policy) for seed in wanted}
-    episodes = knobs.eval_episodes if command.episodes is None else command.episodes
+    episodes = settings.eval_episodes if command.episodes is None else command.episodes
     if episodes < 1:
         raise T3DError(f"--episodes must be at least 1; it is {episodes}.")
-    returns = played(run, source, knobs, policies, episodes)
+    returns = played(run, factory, settings, policies, episodes)
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("seed", "step", "mean return", "deviation", "lowest", "highest", "as recorded"):
@@ -403,31 +403,35 @@ def evaluate(command: Evaluate) -> None:
 
 
 def played(
-    run: Run, source: Source, knobs: Config, policies: dict[int, Policy], episodes: int
+    run: Run, factory: EnvFactory, settings: Config, policies: dict[int, Policy], episodes: int
 ) -> dict[int, list[float | None]]:
     """The returns of each seed's policy, played in the shape that the run's own evaluations had; None for one lost."""
-    source = source.seen(knobs.pixels, knobs.frame_stack).as_real(knobs.real_env)
+    factory = factory.seen(settings.pixels, settings.frame_stack).as_real(settings.real_env)
     stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     refuse_misfits(run, policies)
     actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
-    device = "cuda" if knobs.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
+    device = "cuda" if settings.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
     actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
-    lenses = [one for seed in run.seeds if (one := policies.get(seed, stand_in).lens) is not None]
-    lens = {name: torch.cat([getattr(one, name) for one in lenses]).to(device) for name in Lens._fields if lenses}
+    lenses = [one for seed in run.seeds if (one := policies.get(seed, stand_in).normalizer) is not None]
+    normalizer = {
+        name: torch.cat([getattr(one, name) for one in lenses]).to(device) for name in Normalizer._fields if lenses
+    }
     returns: dict[int, list[float | None]] = {seed: [] for seed in policies}
     with (
-        closing(source),
-        hardware(knobs.threads, knobs.precision),
+        closing(factory),
+        hardware(settings.threads, settings.precision),
         networks.using(stand_in.network),
-        closing(evaluator_here(source, run.seeds, replace(knobs, workers=min(knobs.workers, cores())))) as evaluator,
+        closing(
+            local_evaluator(factory, run.seeds, replace(settings, workers=min(settings.workers, cores())))
+        ) as evaluator,
     ):
         if (
             json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
             or evaluator.envs.actions.dim != stand_in.actions.dim
         ):
-            raise T3DError(f"{source.name} has other observations or actions now than when {run.path} was trained.")
+            raise T3DError(f"{factory.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, evaluator.at_once):
-            evaluation = evaluator.play(Players(actor, lens=lens), first)
+            evaluation = evaluator.play(PolicySnapshot(actor, normalizer=normalizer), first)
             for k, seed in enumerate(run.seeds):
                 if seed in policies:
                     returns[seed] += [None if np.isnan(score) else score for score in evaluation.returns[k].tolist()]
@@ -440,7 +444,9 @@ def refuse_misfits(run: Run, policies: dict[int, Policy]) -> None:
     shapes = {name: tensor.shape for name, tensor in stand_in.parameters.items()}
     for seed, policy in policies.items():
         fits = {name: tensor.shape for name, tensor in policy.parameters.items()} == shapes
-        fits &= policy.card.layout == stand_in.card.layout and (policy.lens is None) == (stand_in.lens is None)
+        fits &= policy.card.layout == stand_in.card.layout and (policy.normalizer is None) == (
+            stand_in.normalizer is None
+        )
         if not fits or policy.card.action_low != stand_in.card.action_low:
             raise T3DError(
                 f"{run.policy_path(seed, 'best').parent}: the policy of seed {seed} does not fit the others."
@@ -455,17 +461,17 @@ def doctor(command: Doctor) -> None:
     """A line for each environment: the path it takes, why, and whether it is Gymnasium's bit for bit."""
     console = open_console()
     if not command.env:
-        console.print(", ".join(f"{name} {version}" for name, version in training.versions().items()))
+        console.print(", ".join(f"{name} {version}" for name, version in trainer.versions().items()))
     for name in command.env or mujoco_tasks():
-        source = open_source(name)
-        with closing(source):
-            real = source.as_real(False).real
+        factory = env_factory(name)
+        with closing(factory):
+            real = factory.as_real(False).real
         if real:
             raise T3DError(f"{name} says that it is real: doctor would make seven of it and step them at random.")
-        envs = source.batch(1, lambda env, episode: episode)
+        envs = factory.batch(1, lambda env, episode: episode)
         envs.close()
-        path, why = source.path()
-        difference, ends = first_difference(source, command.steps)
+        path, why = factory.path()
+        difference, ends = first_difference(factory, command.steps)
         exact = f"differs from gymnasium.make in {difference}" if difference else "bit-identical to gymnasium.make"
         console.print(f"{name}: {path}, because {why}")
         console.print(f"  {exact} in {command.steps:,} steps of 3 environments, {ends} ends of episodes among them")

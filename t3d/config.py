@@ -1,6 +1,6 @@
-"""Every knob of a run once, with its help text; the presets; and what a knob left open becomes.
+"""Every option of a run once, with its help text; the presets; and what a option left open becomes.
 
-The knobs that stand in the equations are `steps.Knobs`; this adds those of the loop around them.
+The options that stand in the equations are `steps.Hyperparameters`; this adds those of the loop around them.
 `config.json` in a run folder holds the values that were used, none of them open.
 """
 
@@ -15,7 +15,7 @@ from tyro.conf import arg
 
 from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
-from t3d.steps import Knobs
+from t3d.steps import Hyperparameters
 
 Preset = Literal["td3", "paper", "documents"]
 
@@ -26,7 +26,7 @@ _RANDOM_STEPS_DEFAULT = "(default: 25000; pendulums, Reacher: 1000; at most a te
 
 
 @dataclass(frozen=True)
-class Config(Knobs):
+class Config(Hyperparameters):
     """How to train."""
 
     steps: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 1e6; Pendulum-v1: 1e4)")] = AUTO
@@ -49,27 +49,27 @@ class Config(Knobs):
     """Updates for each environment step."""
     n_step: int = 1
     """Rewards that a transition adds up before the value of what follows. [step 9]"""
-    relabel: int = 0
+    her: int = 0
     """Goal tasks: store each row so many times more, with goals that its episode reached later; 4 is usual. [step 1]"""
     pixels: Annotated[int, arg(metavar="INT")] = 0
-    """Learn from pictures of the environment, so many pixels high and wide, not from its observations; 84 is usual."""
+    """Learn from images of the environment, so many pixels high and wide, not from its observations; 84 is usual."""
     frame_stack: int = 3
-    """Frames that networks see at once, where observations are pictures. [step 4]"""
+    """Frames that networks see at once, where observations are images. [step 4]"""
     augment: Literal["on", "off"] = "on"
-    """Shift pictures by a few pixels at random when they are learned from. [step 4]"""
+    """Shift images by a few pixels at random when they are learned from. [step 4]"""
     encoder: Literal["critic", "separate"] = "critic"
-    """Pictures: one eye that both critics train and the actor sees through, or one for each network. [steps 2, 3]"""
+    """Images: one eye that both critics train and the actor sees through, or one for each network. [steps 2, 3]"""
     num_envs: int = 1
     """Environments that each seed plays in at once; steps count in all of them."""
     workers: int = 0
     """Processes to step the environments in; 0 is this one. A process that dies or hangs is replaced."""
-    stall_seconds: float = 60.0
+    worker_timeout: float = 60.0
     """How long a worker process may take for a step before it counts as hung."""
     normalize_obs: Literal["off", "on"] = "off"
     """Shift and scale observations by each seed's running mean and deviation before the networks see them."""
     reward_scale: float = 1.0
     """Factor on rewards when they are learned from; returns are recorded as they are."""
-    update_after: Literal["step", "episode"] = "step"
+    train_freq: Literal["step", "episode"] = "step"
     """Update after each step once the random steps are over, or N times after an episode of N steps."""
     on_env_error: Literal["stop", "cut"] = "stop"
     """When a step of an environment fails: save and stop, or end its episode as truncated and go on."""
@@ -83,7 +83,7 @@ class Config(Knobs):
     """Noise-free episodes in an evaluation."""
     eval_values: Literal["off", "on"] = "off"
     """Compare the first critic's values in evaluations with the returns that followed, if no time limit hides them."""
-    eval_beside: Literal["auto", "on", "off"] = "auto"
+    async_eval: Literal["auto", "on", "off"] = "auto"
     """Play evaluations on the CPU, in a process of their own, while training goes on; auto does where a GPU learns."""
     log_every: int = 1_000
     """Environment steps between rows of losses and values in metrics.jsonl."""
@@ -103,16 +103,16 @@ class Config(Knobs):
     @property
     def eval_device(self) -> str:
         """Where evaluations are played: beside training on the CPU."""
-        return "cpu" if self.eval_beside == "on" else self.device
+        return "cpu" if self.async_eval == "on" else self.device
 
 
 PRESETS: dict[Preset, Config] = {
     # The authors' code since 2019.
     "td3": Config(),
     # The TD3 paper of 2018.
-    "paper": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, update_after="episode"),
+    "paper": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, train_freq="episode"),
     # The five documents.
-    "documents": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, update_after="episode"),
+    "documents": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, train_freq="episode"),
 }
 
 # Random steps where none are given: a number, and another one for some tasks.
@@ -130,7 +130,7 @@ MOST_ENVS = 10_000
 MOST_LAYERS = 64
 MOST_PIXELS = 2**24  # that are seen at once
 
-# The values a knob may take: from and to, and whether the lower end itself is allowed.
+# The values a option may take: from and to, and whether the lower end itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "gamma": (0, 1, True),
     "tau": (0, 1, False),
@@ -148,13 +148,13 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "critics": (1, 100, True),
     "updates_per_step": (0, 1000, False),
     "n_step": (1, 1000, True),
-    "relabel": (0, 1000, True),
+    "her": (0, 1000, True),
     "num_envs": (1, 100_000, True),
     "pixels": (0, 4096, True),
     "frame_stack": (1, 64, True),
     "reward_scale": (0, 1e6, False),
     "workers": (0, 1024, True),
-    "stall_seconds": (0, 1e6, False),
+    "worker_timeout": (0, 1e6, False),
     "eval_every": (0, 1e12, True),
     "max_env_errors": (0, 1e12, True),
     "eval_episodes": (1, 10_000, True),
@@ -164,12 +164,12 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 def flag(name: str) -> str:
-    """A knob as it is typed on the command line."""
+    """A option as it is typed on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
-    """`base` with some knobs set from Python or JSON values; `where` they came from is named if one is off."""
+    """`base` with some options set from Python or JSON values; `where` they came from is named if one is off."""
     known = {field.name for field in fields(Config)}
     for name in values:
         if name not in known:
@@ -179,7 +179,7 @@ def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
 
 
 def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
-    """The value as the knob's type, if it can be read as such: 1e6 is a whole number, [64, 64] a tuple."""
+    """The value as the option's type, if it can be read as such: 1e6 is a whole number, [64, 64] a tuple."""
     wrong = T3DError(f"{where}: {name} cannot be {shown(value)}; {_expected(hint)}.")
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
@@ -215,7 +215,7 @@ def _expected(hint: Any) -> str:
     return "it is a number" if hint is float else "it is a whole number"
 
 
-def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
+def resolve(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     """Decide what was left open, by fixed rules, and refuse what is out of range."""
     task = env.split(":")[-1].split("/")[-1].split("-")[0]
     steps = config.steps
@@ -240,18 +240,18 @@ def settle(config: Config, preset: Preset, env: str, seeds: int) -> Config:
         long = updates >= _UPDATES_WORTH_COMPILING[device]
         config = replace(config, accelerate=("compile" if device == "cpu" else "graph") if long else "eager")
     if config.overlap == "auto":
-        config = replace(config, overlap="on" if device == "cuda" and config.update_after == "step" else "off")
-    if config.overlap == "on" and config.update_after == "episode":
-        raise T3DError("--overlap on needs --update-after step: after an episode there is nothing to overlap with.")
+        config = replace(config, overlap="on" if device == "cuda" and config.train_freq == "step" else "off")
+    if config.overlap == "on" and config.train_freq == "episode":
+        raise T3DError("--overlap on needs --train-freq step: after an episode there is nothing to overlap with.")
     if config.random_steps >= config.steps:
         raise T3DError(
             f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
             " give fewer random steps or more steps."
         )
-    if config.relabel and config.n_step > 1:
-        raise T3DError("--relabel needs --n-step 1: with another goal the rewards in between would be others too.")
+    if config.her and config.n_step > 1:
+        raise T3DError("--her needs --n-step 1: with another goal the rewards in between would be others too.")
     if 0 < config.pixels < 8:
-        raise T3DError(f"--pixels {config.pixels}: pictures are at least 8 pixels high and wide.")
+        raise T3DError(f"--pixels {config.pixels}: images are at least 8 pixels high and wide.")
     if config.num_envs * config.n_step > config.buffer_size:
         raise T3DError(
             f"--buffer-size {config.buffer_size:,} does not hold what one step can bring:"
@@ -280,8 +280,8 @@ def refuse_more_than_one(config: Config, seeds: int) -> None:
         "more than one seed": seeds > 1,
         "--num-envs": config.num_envs > 1,
         "--workers": config.workers > 0,
-        "--relabel": config.relabel > 0,
-        "--eval-beside on": config.eval_beside == "on",
+        "--her": config.her > 0,
+        "--async-eval on": config.async_eval == "on",
         "--eval-values on": config.eval_values == "on",
     }
     if wrong := [name for name, given in asked.items() if given]:
@@ -324,7 +324,7 @@ def parse_every(text: str) -> tuple[float, int]:
 
 
 def check_ranges(config: Config) -> None:
-    """Refuse a knob that is out of its range."""
+    """Refuse a option that is out of its range."""
     parse_every(config.checkpoint_every)
     for name, (low, high, closed) in _RANGES.items():
         value = getattr(config, name)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from t3d.errors import plain
-from t3d.evaluation import Evaluation
+from t3d.evaluate.evaluator import Evaluation
 
 
 class Output:

@@ -242,7 +242,7 @@ class T3D:
         if not (0 <= discount <= 1 and tau <= 1 and policy_noise >= 0 and noise_clip >= 0):
             raise T3DError("discount and tau are between 0 and 1, policy_noise and noise_clip are not negative.")
         agent = self._agent
-        knobs = steps.Knobs(
+        hp = steps.Hyperparameters(
             gamma=discount,
             tau=tau,
             target_noise=policy_noise,
@@ -258,8 +258,8 @@ class T3D:
             reward, done = reward.flatten(1), done.flatten(1)
             batch = Batch(obs, action, reward, next_obs, done, torch.full_like(reward, discount))
             noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, action.shape[1:], action.dtype)
-            delayed = steps.is_delayed(update, policy_freq)
-            steps.learn(batch, agent, no_bits, noise, knobs, delayed, self.max_action)
+            policy_step = steps.is_policy_step(update, policy_freq)
+            steps.learn(batch, agent, no_bits, noise, hp, policy_step, self.max_action)
 
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""

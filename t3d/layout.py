@@ -3,7 +3,7 @@
 `describe` turns a Gymnasium space into plain JSON, which a policy keeps, and `flatten` lays out an observation of that
 space without asking Gymnasium. The order is that of `gymnasium.spaces.flatten`: the parts of a Dict in the order of the
 space (Gymnasium sorts the names of an ordinary dict), those of a Tuple one after another; arrays row by row; a Discrete
-number as one 1 among zeros. Pictures (uint8, height × width × channels) are arrays too, known by their kind; where the
+number as one 1 among zeros. Images (uint8, height × width × channels) are arrays too, known by their kind; where the
 channels come first they are put last.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from t3d.errors import T3DError
 
 Layout = dict[str, Any]
-SMALLEST = 8  # sides of a picture
+SMALLEST = 8  # sides of a image
 LARGEST = 2**24  # numbers in an observation that a file may speak of
 
 
@@ -28,8 +28,8 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
         return {"kind": "dict", "parts": {key: describe(part, name) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {"kind": "tuple", "parts": [describe(part, name) for part in space.spaces]}
-    if isinstance(space, spaces.Box) and _is_picture(space, name):
-        return {"kind": "picture", "shape": list(space.shape)}
+    if isinstance(space, spaces.Box) and _is_image(space, name):
+        return {"kind": "image", "shape": list(space.shape)}
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return {"kind": "array", "shape": list(space.shape)}
     if isinstance(space, spaces.Discrete):
@@ -40,20 +40,20 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
     raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a row of numbers.")
 
 
-def _is_picture(space: spaces.Box, name: str) -> bool:
+def _is_image(space: spaces.Box, name: str) -> bool:
     """Bytes with two sides of at least `SMALLEST` pixels; what is smaller is a table of numbers."""
     if space.dtype != np.uint8 or sum(side >= SMALLEST for side in space.shape) < 2:
         return False
     if not _fits(space.shape):
         raise T3DError(
-            f"{name} shows pictures of shape {space.shape}; they must be (height, width, channels), one at a time:"
+            f"{name} shows images of shape {space.shape}; they must be (height, width, channels), one at a time:"
             " --frame-stack puts several together."
         )
     return True
 
 
 def _fits(shape: Sequence[int]) -> bool:
-    """Whether this is one picture."""
+    """Whether this is one image."""
     height, width, channels = _size(shape) if len(shape) in (2, 3) else (0, 0, 0)
     return min(height, width) >= SMALLEST and channels > 0
 
@@ -64,18 +64,18 @@ def _size(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _first(shape: Sequence[int]) -> bool:
-    """Whether a picture's channels come first: there are fewer of them than there are rows or columns."""
+    """Whether a image's channels come first: there are fewer of them than there are rows or columns."""
     return len(shape) == 3 and shape[0] < shape[2]
 
 
-def picture_size(layout: Layout) -> tuple[int, int, int]:
-    """Height, width and channels of a picture."""
+def image_size(layout: Layout) -> tuple[int, int, int]:
+    """Height, width and channels of a image."""
     return _size(layout["shape"])
 
 
 def channels_last(layout: Layout, arrays: NDArray[Any]) -> NDArray[Any]:
-    """Arrays (…, *shape) as they are, or if they are pictures with their channels first, with those last."""
-    first = layout["kind"] == "picture" and _first(layout["shape"])
+    """Arrays (…, *shape) as they are, or if they are images with their channels first, with those last."""
+    first = layout["kind"] == "image" and _first(layout["shape"])
     return np.moveaxis(arrays, -3, -1) if first else arrays
 
 
@@ -87,7 +87,7 @@ def check(layout: Any) -> None:
 
 
 def _check(layout: Any) -> None:
-    kinds = {"dict": dict, "tuple": list, "array": list, "picture": list, "choice": list}
+    kinds = {"dict": dict, "tuple": list, "array": list, "image": list, "choice": list}
     kind = layout.get("kind") if isinstance(layout, dict) else None
     if kind not in kinds:
         raise ValueError("layout is no description of an observation")
@@ -101,8 +101,8 @@ def _check(layout: Any) -> None:
     sizes = [*parts, *layout.get("sizes", [])]
     if not all(type(number) is int for number in [*sizes, *layout.get("first", [])]) or any(n < 0 for n in sizes):
         raise ValueError("layout: shapes and sizes must be whole numbers")
-    if kind == "picture" and not _fits(parts):
-        raise ValueError(f"layout: {parts} is no picture")
+    if kind == "image" and not _fits(parts):
+        raise ValueError(f"layout: {parts} is no image")
     if kind == "choice" and not len(layout["sizes"]) == len(layout["first"]) == prod(parts):
         raise ValueError("layout: there must be as many sizes and first numbers as choices")
 
@@ -138,9 +138,9 @@ def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray
         raise ValueError(f"{where} is {obs!r}, not numbers")
     if array.shape != shape:
         raise ValueError(f"{where} has the shape {array.shape}, not {shape}")
-    if layout["kind"] == "picture":
+    if layout["kind"] == "image":
         if array.dtype != np.uint8:
-            raise ValueError(f"{where} is a picture in {array.dtype}, not in bytes (uint8)")
+            raise ValueError(f"{where} is a image in {array.dtype}, not in bytes (uint8)")
         array = channels_last(layout, array)
     if layout["kind"] != "choice":
         return array.reshape(-1).astype(np.float64)

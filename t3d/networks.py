@@ -38,14 +38,14 @@ def first(parameters: Parameters) -> Parameters:
     return {name: tensor[0] for name, tensor in parameters.items()}
 
 
-BORROWED = "critic."  # an actor's tensors whose names begin so are the first critic's
+SHARED = "critic."  # an actor's tensors whose names begin so are the first critic's
 
 
-def borrow(actor: Parameters, critic: Parameters) -> None:
+def sync_encoder(actor: Parameters, critic: Parameters) -> None:
     """[step 13] What an actor has of the critics, as pixel agents share their eyes, is brought up to date."""
     for name, tensor in actor.items():
-        if name.startswith(BORROWED):
-            tensor.copy_(critic[name.removeprefix(BORROWED)][0])
+        if name.startswith(SHARED):
+            tensor.copy_(critic[name.removeprefix(SHARED)][0])
 
 
 def any_of(parameters: Parameters) -> Tensor:
@@ -131,19 +131,19 @@ class Pair(NamedTuple):
     apply: Callable[[Parameters, Tensor], Tensor]
 
 
-PERCEPTRON = Pair(init_mlp, mlp)
-_current: ContextVar[Network] = ContextVar("network", default=PERCEPTRON)
+MLP = Pair(init_mlp, mlp)
+_current: ContextVar[Network] = ContextVar("network", default=MLP)
 
 
 def current() -> Network:
-    """What actor and critics are made of: perceptrons, unless something else is in use."""
+    """What actor and critics are made of: mlps, unless something else is in use."""
     return _current.get()
 
 
 @contextmanager
 def using(network: Network | None) -> Iterator[None]:
-    """Inside, actor and critics are made of this network, or of perceptrons if it is none; in this thread alone."""
-    before = _current.set(network or PERCEPTRON)
+    """Inside, actor and critics are made of this network, or of mlps if it is none; in this thread alone."""
+    before = _current.set(network or MLP)
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from t3d.replay import Flags, Rows
+from t3d.replay import Flags, Transitions
 
 
 class NStep:
@@ -36,14 +36,14 @@ class NStep:
         terminated: NDArray[Any],
         truncated: NDArray[Any],
         valid: Flags,
-    ) -> Rows:
+    ) -> Transitions:
         """One step of every environment, (S, N, …), in; what is complete, (S, N · n, …), out, the oldest first.
 
         A step that is not `valid` is no transition; if it is `truncated` the episode was lost there, and what was
         under way ends with the last transition before it.
         """
         if self.n == 1:
-            return Rows(obs, action, reward, next_obs, terminated, self._one, valid)
+            return Transitions(obs, action, reward, next_obs, terminated, self._one, valid)
         for ring, new in ((self.obs, obs), (self.action, action), (self.reward, reward)):
             # Only where there is a transition: elsewhere the newest one stays the newest.
             mask = valid.reshape(valid.shape + (1,) * (new.ndim - valid.ndim))
@@ -65,4 +65,4 @@ class NStep:
             rows.append((self.obs[-span], self.action[-span], total, next_obs, terminated & valid, filled, full | cut))
         self.pending[ended] = 0
         rows.reverse()
-        return Rows._make([*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)), None])
+        return Transitions._make([*(np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True)), None])

@@ -4,7 +4,7 @@ On the disk it is a safetensors file with the actor's layers in the layout and u
 (`layer_1.weight`, …); its header holds a card that says what they are for, and a checksum. The JSON file beside it is
 a copy of the card for people; nothing reads it. Where observations were
 normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10. Where
-there are pictures the layers that look at them come first, `eye_1.weight`, …, as `nn.Conv2d` has them, the last of them
+there are images the layers of the encoder come first, `encoder_1.weight`, …, as `nn.Conv2d` has them, the last of them
 as `nn.Linear`.
 """
 
@@ -22,15 +22,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from t3d import files, networks
+from t3d.custom_network import Network, own_network
 from t3d.envs import ActionRange
 from t3d.errors import T3DError, plain, shown
 from t3d.layout import Layout, check, flatten, size
-from t3d.modules import Network, own_network
 from t3d.networks import Parameters
-from t3d.replay import Lens, seen_through
+from t3d.pixels.encoder import ENCODER, FEATURES, KERNEL, encoder_sizes, named, of_name, seeing
+from t3d.pixels.frame_stack import FrameStack
+from t3d.replay import Normalizer, normalize
 from t3d.rng import Purpose
-from t3d.sight import Sight
-from t3d.vision import EYE, FEATURES, KERNEL, eye_sizes, named, of_name, seeing
 
 FORMAT = 3
 MOST_LAYERS = 64
@@ -52,7 +52,7 @@ class Card:
     action_dtype: str
     hidden: list[int]
     network: str | None = None  # the name of one of the user's own
-    stack: int = 1  # frames that it sees at once, where there are pictures
+    stack: int = 1  # frames that it sees at once, where there are images
     run: str = ""  # the identity of the run that it comes from
     format: int = FORMAT
 
@@ -61,15 +61,19 @@ class Policy:
     """`policy(obs)` -> the noise-free action for one observation, or for a batch of them."""
 
     def __init__(
-        self, parameters: Parameters, card: Card, lens: Lens | None = None, network: networks.Network | None = None
+        self,
+        parameters: Parameters,
+        card: Card,
+        normalizer: Normalizer | None = None,
+        network: networks.Network | None = None,
     ) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
         self.card = card
-        self.sight = Sight.of(card.layout, card.stack)
+        self.frame_stack = FrameStack.of(card.layout, card.stack)
         self._frames: list[NDArray[np.float32]] = []  # before its eyes
-        # If it is not a perceptron; whose eyes a policy has makes no difference.
-        self.network = network or (None if self.sight is None else seeing(self.sight, "separate"))
-        self.lens = lens  # if observations were normalised: (1, 1, O)
+        # If it is not a mlp; whose eyes a policy has makes no difference.
+        self.network = network or (None if self.frame_stack is None else seeing(self.frame_stack, "separate"))
+        self.normalizer = normalizer  # if observations were normalised: (1, 1, O)
         self.actions = ActionRange(
             np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
         )
@@ -84,29 +88,33 @@ class Policy:
         self._frames = []
 
     def __call__(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
-        """One observation or a batch of them. Pictures are shown one by one, and the last few remembered until `reset`;
+        """One observation or a batch of them. Images are shown one by one, and the last few remembered until `reset`;
         or as whole stacks of frames, (stack, height, width, channels), or a batch of those."""
-        return self._numbers(obs) if self.sight is None else self._pictures(obs, self.sight)
+        return self._numbers(obs) if self.frame_stack is None else self._images(obs, self.frame_stack)
 
-    def _pictures(self, obs: Any, sight: Sight) -> NDArray[Any]:
+    def _images(self, obs: Any, frame_stack: FrameStack) -> NDArray[Any]:
         layout = self.card.layout
-        shape = tuple(layout["shape"]) if layout["kind"] == "picture" else ()
+        shape = tuple(layout["shape"]) if layout["kind"] == "image" else ()
         given = np.shape(obs) if shape else ()
-        before = given[: len(given) - len(shape)]  # what stands before one picture: nothing, a batch, a stack
-        batch = before if sight.stack == 1 else before[:-1]
+        before = given[: len(given) - len(shape)]  # what stands before one image: nothing, a batch, a stack
+        batch = before if frame_stack.stack == 1 else before[:-1]
         try:
-            if before and (len(batch) > 1 or (sight.stack > 1 and before[-1] != sight.stack)):
+            if before and (len(batch) > 1 or (frame_stack.stack > 1 and before[-1] != frame_stack.stack)):
                 raise ValueError(f"these are {' x '.join(map(str, before))}")
             if not before:
                 row = flatten(layout, obs).astype(np.float32)
-                self._frames = [*(self._frames or [row[sight.pixels]] * sight.stack)[1:], row[sight.pixels]]
-                seen = sight.seen(np.stack(self._frames)[None], row[None])
+                self._frames = [
+                    *(self._frames or [row[frame_stack.pixels]] * frame_stack.stack)[1:],
+                    row[frame_stack.pixels],
+                ]
+                seen = frame_stack.seen(np.stack(self._frames)[None], row[None])
                 return np.asarray(self._act(seen)[0])
             rows = [flatten(layout, frame) for frame in np.asarray(obs).reshape(-1, *given[len(before) :])]
-            seen = np.stack(rows).astype(np.float32).reshape(-1, sight.stack * sight.frame_size)
+            seen = np.stack(rows).astype(np.float32).reshape(-1, frame_stack.stack * frame_stack.frame_size)
         except (TypeError, ValueError) as error:
             raise T3DError(
-                f"this policy takes an observation of its environment, or stacks of {sight.stack} pictures ({error})."
+                f"this policy takes an observation of its environment, or stacks of"
+                f" {frame_stack.stack} images ({error})."
             ) from error
         actions = self._act(seen)
         return actions if batch else np.asarray(actions[0])
@@ -135,17 +143,19 @@ class Policy:
         if not np.isfinite(rows).all():
             row, column = np.argwhere(~np.isfinite(rows))[0]
             raise T3DError(f"observation[{column}] is {rows[row, column]}: a policy acts on finite numbers only.")
-        seen = seen_through(self.lens, torch.from_numpy(np.ascontiguousarray(rows))[None])
+        seen = normalize(self.normalizer, torch.from_numpy(np.ascontiguousarray(rows))[None])
         with networks.using(self.network):
             return self.actions.to_env(networks.actor(self.parameters, seen)[0].numpy())
 
     def to_bytes(self) -> bytes:
         """What a policy file holds: weights, card and checksum in one."""
-        lens = (
-            {} if self.lens is None else {f"obs.{name}": part.flatten() for name, part in self.lens._asdict().items()}
+        normalizer = (
+            {}
+            if self.normalizer is None
+            else {f"obs.{name}": part.flatten() for name, part in self.normalizer._asdict().items()}
         )
         layers = to_layers(self.parameters) if self.card.network is None else own_layers(self.parameters)
-        return files.seal({**layers, **lens}, {CARD: json.dumps(asdict(self.card))})
+        return files.seal({**layers, **normalizer}, {CARD: json.dumps(asdict(self.card))})
 
     def card_to_bytes(self) -> bytes:
         """The card alone, for people to read."""
@@ -175,25 +185,25 @@ def policy_of_bytes(content: bytes, path: Path, network: Network | None = None) 
         sizes = [size(card.layout), *card.hidden, int(np.size(card.action_low))]
         own = own_network(card.network, network, str(path))
         weights = {name: tensor for name, tensor in layers.items() if not name.startswith("obs.")}
-        sight = Sight.of(card.layout, card.stack)
+        frame_stack = FrameStack.of(card.layout, card.stack)
         if own is not None:
-            parameters = _from_own(weights, own, [sight.dim if sight else sizes[0], *sizes[1:]])
-        elif sight is not None:
-            eye = {name: tensor for name, tensor in weights.items() if name.startswith("eye_")}
+            parameters = _from_own(weights, own, [frame_stack.dim if frame_stack else sizes[0], *sizes[1:]])
+        elif frame_stack is not None:
+            eye = {name: tensor for name, tensor in weights.items() if name.startswith("encoder_")}
             head = {name: tensor for name, tensor in weights.items() if name not in eye}
-            sizes[0] = FEATURES + len(sight.numbers)
+            sizes[0] = FEATURES + len(frame_stack.numbers)
             parameters = _from_layers(head, list(pairwise(sizes)), "layer")
-            parameters |= named(EYE, _from_layers(eye, eye_sizes(sight), "eye"))
+            parameters |= named(ENCODER, _from_layers(eye, encoder_sizes(frame_stack), "encoder"))
         else:
             parameters = _from_layers(weights, list(pairwise(sizes)), "layer")
-        return Policy(parameters, card, _lens_of(layers, len(sight.numbers) if sight else sizes[0]), own)
+        return Policy(parameters, card, _lens_of(layers, len(frame_stack.numbers) if frame_stack else sizes[0]), own)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
         if isinstance(error, T3DError):
             raise
         raise T3DError(f"the card of {path} does not describe its weights ({error}).") from error
 
 
-def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
+def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Normalizer | None:
     """The shift and the scale of observations, where there are both."""
     parts = {name: tensor for name, tensor in layers.items() if name.startswith("obs.")}
     if not parts:
@@ -202,7 +212,7 @@ def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Lens | None:
         raise ValueError(f"{', '.join(parts)} instead of obs.shift and obs.scale")
     if any(part.shape != (obs_dim,) or part.dtype != torch.float32 for part in parts.values()):
         raise ValueError(f"obs.shift and obs.scale are not {obs_dim} numbers in float32")
-    return Lens(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
+    return Normalizer(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
 
 
 def _check_card(card: Card, weights: int | None) -> None:
@@ -235,13 +245,13 @@ def _check_card(card: Card, weights: int | None) -> None:
 
 def to_layers(parameters: Parameters) -> dict[str, Tensor]:
     """One seed's (1, in, out) weights as `nn.Linear` lays them out, and those of convolutions as `nn.Conv2d`."""
-    eye = of_name(EYE, parameters) or of_name(networks.BORROWED + EYE, parameters)
+    eye = of_name(ENCODER, parameters) or of_name(networks.SHARED + ENCODER, parameters)
     head = {name: tensor for name, tensor in parameters.items() if "." not in name}
     layers = {}
-    for called, part in (("eye", eye), ("layer", head)):
+    for called, part in (("encoder", eye), ("layer", head)):
         for i in range(1, len(part) // 2 + 1):
             weight = part[f"w{i}"][0].T
-            convolution = called == "eye" and f"w{i + 1}" in part
+            convolution = called == "encoder" and f"w{i + 1}" in part
             layers[f"{called}_{i}.weight"] = weight.reshape(len(weight), -1, KERNEL, KERNEL) if convolution else weight
             layers[f"{called}_{i}.bias"] = part[f"b{i}"][0, 0]
     return layers

@@ -61,10 +61,10 @@ class Replay:
         self._capacity = np.array(capacity)  # beside arrays a number of Python's is made into one at every use
         # What is normalised of an observation stands at its end.
         numbers = obs_dim if numbers is None else numbers
-        self.statistics = Statistics.of(seeds, numbers, device) if normalize and numbers else None
+        self.statistics = RunningStatistics.of(seeds, numbers, device) if normalize and numbers else None
         self.obs_dim, self.action_dim = obs_dim, action_dim
-        self.seen_dim = obs_dim  # numbers in an observation as networks see it
-        self.frames_a_step = 0
+        self.input_dim = obs_dim  # numbers in an observation as networks see it
+        self.frames_per_step = 0
         # One row more than the capacity: rows that are no transition are written there and never read.
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
         # Four rows are a multiple of 16 bytes: so each seed's begin where a GPU likes to read.
@@ -86,9 +86,9 @@ class Replay:
         valid: Flags,
     ) -> None:
         """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
-        self.add_rows(Rows(obs, action, reward, next_obs, terminated, span, valid))
+        self.add_rows(Transitions(obs, action, reward, next_obs, terminated, span, valid))
 
-    def add_rows(self, rows: "Rows") -> None:
+    def add_rows(self, rows: "Transitions") -> None:
         """[step 1] The same, of rows that come in one piece."""
         into, new = self._desk(rows.valid.shape[1], 0 if rows.frames is None else rows.frames.where.shape[1])
         self.lay_out(into, rows)
@@ -118,9 +118,9 @@ class Replay:
             "length": ((seeds,), np.int64),
         }
 
-    def lay_out(self, into: dict[str, NDArray[Any]], rows: "Rows") -> None:
+    def lay_out(self, into: dict[str, NDArray[Any]], rows: "Transitions") -> None:
         """Put N rows a seed together and count them: the rows themselves, and where they go."""
-        into_row(into["rows"], rows, self.obs_dim)
+        pack(into["rows"], rows, self.obs_dim)
         valid, where = rows.valid, into["where"]
         if valid.shape[1] == 1 and np.count_nonzero(valid) == valid.size:  # the usual case, in fewer operations
             where[:] = self.stored[:, None] % self._capacity
@@ -134,8 +134,8 @@ class Replay:
         self.with_frames(into, rows)
         self.tell(into)
 
-    def with_frames(self, into: dict[str, NDArray[Any]], rows: "Rows") -> None:
-        """The frames that come with rows, where there are pictures."""
+    def with_frames(self, into: dict[str, NDArray[Any]], rows: "Transitions") -> None:
+        """The frames that come with rows, where there are images."""
 
     def nothing(self, into: dict[str, NDArray[Any]]) -> None:
         """Arrays that bring no row."""
@@ -175,9 +175,9 @@ class Replay:
         """
         return obs, final_obs, None
 
-    def lens(self) -> "Lens | None":
+    def normalizer(self) -> "Normalizer | None":
         """What stands between an observation and the networks now, if anything does."""
-        return None if self.statistics is None else self.statistics.lens()
+        return None if self.statistics is None else self.statistics.normalizer()
 
     def sample(self, bits: Tensor, gamma: float) -> Batch:
         """[step 4] A batch drawn evenly from what is stored; `bits` are random bits for each row, (S, B).
@@ -190,8 +190,8 @@ class Replay:
         sizes = [self.obs_dim, self.action_dim, self.obs_dim, 1, 1, 1]
         obs, action, next_obs, reward, terminated, span = torch.split(rows.view(*index.shape, -1), sizes, -1)
         discount = gamma ** span.squeeze(-1)
-        lens = self.lens()
-        obs, next_obs = (seen_through(lens, part) for part in self.seen(obs, next_obs, bits))
+        normalizer = self.normalizer()
+        obs, next_obs = (normalize(normalizer, part) for part in self.seen(obs, next_obs, bits))
         reward = reward.squeeze(-1) if self.reward_scale == 1 else self.reward_scale * reward.squeeze(-1)
         return Batch(obs, action, reward, next_obs, terminated.squeeze(-1), discount)
 
@@ -236,12 +236,12 @@ class Replay:
         other = copy(self)
         other.rows, other.length = given["rows"], given["length"]
         if self.statistics is not None:
-            other.statistics = Statistics(**{name: given[name] for name in vars(self.statistics)})
+            other.statistics = RunningStatistics(**{name: given[name] for name in vars(self.statistics)})
         return other
 
 
 class Ring(NamedTuple):
-    """Rows of which the newest are there: the i-th ever stored lies in place i modulo `capacity`."""
+    """Transitions of which the newest are there: the i-th ever stored lies in place i modulo `capacity`."""
 
     rows: Tensor  # (at least capacity, …)
     stored: NDArray[np.int64]  # (1,) how many ever were
@@ -253,7 +253,7 @@ class Ring(NamedTuple):
         return self.rows.index_select(0, where)
 
     def put(self, first: int, part: Tensor) -> None:
-        """Rows that `since` gave, back in their places; they go in from the oldest to the newest."""
+        """Transitions that `since` gave, back in their places; they go in from the oldest to the newest."""
         part, first = part[-self.capacity :], first + max(0, len(part) - self.capacity)
         where = torch.arange(first, first + len(part)) % self.capacity
         self.rows.index_copy_(0, where.to(self.rows.device), part.to(self.rows.device))
@@ -261,7 +261,7 @@ class Ring(NamedTuple):
 
 
 def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
-    """Rows (S, N, …) into their places (S, N), counted over all seeds."""
+    """Transitions (S, N, …) into their places (S, N), counted over all seeds."""
     if storage.device.type == "cpu":  # NumPy does small things in less time than PyTorch
         places = storage.numpy().reshape(-1, *storage.shape[2:])
         if where.numel() == 1:  # and a single one in less still
@@ -273,7 +273,7 @@ def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
 
 
 @dataclass
-class Statistics:
+class RunningStatistics:
     """Each seed's observations so far: how many (S, 1), their mean and their squared distances from it (S, O)."""
 
     count: Tensor
@@ -281,10 +281,10 @@ class Statistics:
     squares: Tensor
 
     @staticmethod
-    def of(seeds: int, obs_dim: int, device: torch.device | str) -> "Statistics":
+    def of(seeds: int, obs_dim: int, device: torch.device | str) -> "RunningStatistics":
         # In float64: a million squares added up in float32 are off by a per cent.
         shapes = ((seeds, 1), (seeds, obs_dim), (seeds, obs_dim))
-        return Statistics(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        return RunningStatistics(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, obs: Tensor, valid: Tensor) -> None:
         """Count those that are `valid` (S, N) of the observations (S, N, O)."""
@@ -298,35 +298,35 @@ class Statistics:
         self.mean.add_(apart * share)
         self.count.add_(new)
 
-    def lens(self) -> "Lens":
+    def normalizer(self) -> "Normalizer":
         """To mean 0 and deviation 1; as it is until there are two."""
         deviation = (self.squares / self.count.clamp(min=1) + 1e-8).sqrt()
         enough = self.count > 1
         shift = torch.where(enough, self.mean, 0.0)
         scale = torch.where(enough, 1 / deviation, 1.0)
-        return Lens(shift.float()[:, None], scale.float()[:, None])
+        return Normalizer(shift.float()[:, None], scale.float()[:, None])
 
 
-class Lens(NamedTuple):
+class Normalizer(NamedTuple):
     """(S, 1, O) what is taken from an observation, and what the rest is multiplied with."""
 
     shift: Tensor
     scale: Tensor
 
 
-def seen_through(lens: Lens | None, obs: Tensor) -> Tensor:
+def normalize(normalizer: Normalizer | None, obs: Tensor) -> Tensor:
     """Observations (S, B, O) as the networks see them: within ±10, so that what was never seen stays within reason.
 
     Where there are frames in front of the numbers, they stay as they are.
     """
-    if lens is None:
+    if normalizer is None:
         return obs
-    frames = obs.shape[-1] - lens.shift.shape[-1]
-    normal = ((obs[..., frames:] - lens.shift) * lens.scale).clamp(-10, 10).to(obs.dtype)
+    frames = obs.shape[-1] - normalizer.shift.shape[-1]
+    normal = ((obs[..., frames:] - normalizer.shift) * normalizer.scale).clamp(-10, 10).to(obs.dtype)
     return torch.cat([obs[..., :frames], normal], -1) if frames else normal
 
 
-class Rows(NamedTuple):
+class Transitions(NamedTuple):
     """Transitions on their way into the memory, (S, N, …), of which those that are `valid` will be stored."""
 
     obs: ArrayLike
@@ -346,7 +346,7 @@ class Frames(NamedTuple):
     where: NDArray[np.int64]
 
 
-def into_row(into: NDArray[Any], rows: Rows, obs_dim: int) -> None:
+def pack(into: NDArray[Any], rows: Transitions, obs_dim: int) -> None:
     """The parts of transitions side by side, (S, N, W)."""
     into[..., :obs_dim] = rows.obs
     into[..., obs_dim : -obs_dim - 3] = rows.action
@@ -354,11 +354,11 @@ def into_row(into: NDArray[Any], rows: Rows, obs_dim: int) -> None:
     into[..., -3], into[..., -2], into[..., -1] = rows.reward, rows.terminated, rows.span
 
 
-def out_of_row(row: NDArray[Any], obs_dim: int) -> Rows:
+def unpack(row: NDArray[Any], obs_dim: int) -> Transitions:
     """The same the other way round: (S, N, W), all of them valid."""
     obs, action, next_obs = row[..., :obs_dim], row[..., obs_dim : -obs_dim - 3], row[..., -obs_dim - 3 : -3]
     valid = np.ones(row.shape[:2], bool)
-    return Rows(obs, action, row[..., -3], next_obs, row[..., -2], row[..., -1], valid)
+    return Transitions(obs, action, row[..., -3], next_obs, row[..., -2], row[..., -1], valid)
 
 
 def row_width(obs_dim: int, action_dim: int) -> int:

@@ -26,7 +26,7 @@ class Purpose(IntEnum):
     SMOOTHING = 6
     EPISODE = 7
     EVALUATION = 8
-    RELABELLING = 9
+    HINDSIGHT = 9
 
 
 def _signed(constant: int) -> int:

@@ -25,31 +25,37 @@ from t3d.replay import Batch
 
 
 def learn(
-    memory: Memory, agent: Agent, bits: Tensor, noise: Tensor, knobs: Knobs, delayed: bool, limit: float = 1.0
+    memory: Memory,
+    agent: Agent,
+    bits: Tensor,
+    noise: Tensor,
+    hp: Hyperparameters,
+    policy_step: bool,
+    limit: float = 1.0,
 ) -> Metrics:
     """One update, the fifteen steps: `bits` (S, B) draw the batch, `noise` (S, B, A) is standard normal,
     `delayed` is true on every second update, and actions lie within ±`limit`."""
     # [step 1] the replay memory: `memory`, filled transition by transition by `replay.Replay.add`
     # [step 2] the actor and its target: `agent.actor`, `agent.target_actor`, made by `init_agent`
     # [step 3] two critics and their two targets: `agent.critic`, `agent.target_critic`, likewise
-    batch = memory.sample(bits, knobs.gamma)  # [step 4]
+    batch = memory.sample(bits, hp.gamma)  # [step 4]
 
     next_action = target_action(agent.target_actor, batch.next_obs, limit)  # [step 5]
-    next_action = smooth(next_action, noise, knobs.target_noise, knobs.target_noise_clip, limit)  # [step 6]
-    target_q = both_values(agent.target_critic, batch.next_obs, next_action)  # [step 7]
-    target_q = smaller(target_q)  # [step 8]
+    next_action = smooth(next_action, noise, hp.target_noise, hp.target_noise_clip, limit)  # [step 6]
+    target_q = q_values(agent.target_critic, batch.next_obs, next_action)  # [step 7]
+    target_q = min_q(target_q)  # [step 8]
     y = bellman(batch.reward, batch.discount, batch.terminated, target_q)  # [step 9]
 
     def critic_loss(critic: Parameters) -> tuple[Tensor, Tensor]:
-        q = both_values(critic, batch.obs, batch.action)  # [step 10]
+        q = q_values(critic, batch.obs, batch.action)  # [step 10]
         return squared_errors(q, y), q  # [step 11]
 
-    metrics = update_critic(agent, critic_loss, knobs.critic_lr)  # [step 12]
+    metrics = update_critic(agent, critic_loss, hp.critic_lr)  # [step 12]
 
-    if delayed:
-        metrics |= update_actor(agent, batch.obs, knobs.actor_lr, limit)  # [step 13]
-        update_target_actor(agent, knobs.tau)  # [step 14]
-        update_target_critic(agent, knobs.tau)  # [step 15]
+    if policy_step:
+        metrics |= update_actor(agent, batch.obs, hp.actor_lr, limit)  # [step 13]
+        update_target_actor(agent, hp.tau)  # [step 14]
+        update_target_critic(agent, hp.tau)  # [step 15]
     return metrics
 
 
@@ -110,12 +116,12 @@ def smooth(action: Tensor, noise: Tensor, scale: float, clip: float, limit: floa
     return (action + (scale * noise).clamp(-clip, clip)).clamp(-limit, limit)
 
 
-def both_values(critic: Parameters, obs: Tensor, action: Tensor) -> Tensor:
+def q_values(critic: Parameters, obs: Tensor, action: Tensor) -> Tensor:
     """[steps 7 and 10] Q₁(s, a) and Q₂(s, a): (2, S, B)."""
     return networks.critic(critic, obs, action)
 
 
-def smaller(q: Tensor) -> Tensor:
+def min_q(q: Tensor) -> Tensor:
     """[step 8] min(Q₁', Q₂'), for each transition of the batch by itself: (S, B)."""
     return q.amin(0)
 
@@ -142,7 +148,7 @@ def update_critic(agent: Agent, loss: Callable[[Parameters], tuple[Tensor, Tenso
     return {"critic_loss": losses, "q_mean": q.mean((0, 2))}
 
 
-def is_delayed(update: int, policy_delay: int) -> bool:
+def is_policy_step(update: int, policy_delay: int) -> bool:
     """[step 13] Updates are counted from 1 over the agent's life: with a delay of 2 the actor moves in 2, 4, …"""
     return update % policy_delay == 0
 
@@ -160,7 +166,7 @@ def update_actor(agent: Agent, obs: Tensor, lr: float, limit: float) -> Metrics:
         losses = actor_loss(actor, agent.critic, obs, limit)
         return losses.sum(), losses
 
-    networks.borrow(agent.actor, agent.critic)  # nothing, unless pictures are seen through the critics' eye
+    networks.sync_encoder(agent.actor, agent.critic)  # nothing, unless images are seen through the critics' eye
     gradients, losses = grad(total, has_aux=True)(agent.actor)
     adam(agent.actor, gradients, agent.actor_adam, lr)
     return {"actor_loss": losses}
@@ -181,7 +187,7 @@ Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Hyperparameters:
     """The numbers in the equations above."""
 
     gamma: float = 0.99

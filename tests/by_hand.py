@@ -25,15 +25,15 @@ def errors(fast, weights, x):
     def error(a, b):
         return float((a.double() - b).norm() / b.norm())
 
-    def both(perceptron, weights, x, coefficients):
+    def both(mlp, weights, x, coefficients):
         def loss(weights, x):
-            return (perceptron(weights, x) * coefficients).sum()
+            return (mlp(weights, x) * coefficients).sum()
 
         weights_alone, x_alone = grad(loss)(weights, x), grad(loss, 1)(weights, x)
         of_both, of_x = grad(loss, (0, 1))(weights, x)
         assert all(torch.equal(tensor, of_both[name]) for name, tensor in weights_alone.items())
         assert torch.equal(x_alone, of_x)
-        return perceptron(weights, x), of_both, of_x
+        return mlp(weights, x), of_both, of_x
 
     y, of_weights, of_x = both(fast, weights, x, coefficients)
     exact_weights = {name: tensor.double() for name, tensor in weights.items()}

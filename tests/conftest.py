@@ -22,6 +22,6 @@ def gpu_that_obeys_at_once(monkeypatch):
 
         wait = set
 
-    monkeypatch.setattr("t3d.accelerate.recording.recorded", Recording)
-    monkeypatch.setattr("t3d.accelerate.recording.Mark", Mark)
-    monkeypatch.setattr("t3d.accelerate.recording.ON_GPU", {})
+    monkeypatch.setattr("t3d.learners.cudagraph.recorded", Recording)
+    monkeypatch.setattr("t3d.learners.cudagraph.Mark", Mark)
+    monkeypatch.setattr("t3d.learners.cudagraph.ON_GPU", {})

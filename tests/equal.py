@@ -2,6 +2,7 @@
 
     python tests/equal.py BASE                 BASE is another checkout, as made by `git worktree add BASE COMMIT`
     python tests/equal.py BASE --only pixels
+    python tests/equal.py BASE --keep DIR      keep what BASE writes in DIR, and use it again the next time
 
 Compares the rows of metrics.jsonl, the policies, the tensors of the last checkpoint, and the rows of the replay buffer,
 value by value. Clock fields, versions and hashes are left aside. `RENAMED` maps the names that BASE uses to ours.
@@ -44,8 +45,16 @@ PENDULUM = {"env": "Pendulum-v1"}
 
 # What BASE calls an option, a row's field, a card's field, or the beginning of a tensor's name.
 RENAMED_OPTIONS = {"relabel": "her", "eval_beside": "async_eval"}
-RENAMED_FIELDS: dict[str, str] = {}
-RENAMED_TENSORS: dict[str, str] = {}
+RENAMED_FIELDS = {"came": "discounted_return", "expected": "q_predicted"}
+RENAMED_TENSORS = {
+    "earned": "update_credit",
+    "history": "episode_rows",
+    "played": "episode_actions",
+    "steps_under_way": "n_step_buffer",
+    "playing": "pending_eval",
+    r"(.*\.)?eye\.": r"\1encoder.",
+    "eye_": "encoder_",
+}
 ASIDE = {"steps_per_second", "chain", "n", "run", "format", "algorithm"}
 
 
@@ -167,6 +176,7 @@ def written(path, base):
         for key, tensor in load_file(file).items():
             found[f"{file.name} {renamed(tensors, key)}"] = tensor.numpy().tobytes()
         for key, value in json.loads(file.with_suffix(".json").read_text()).items():
+            value = json.loads(json.dumps(value).replace('"picture"', '"image"')) if base else value
             found[f"{file.name} card {fields.get(key, key)}"] = None if key in ASIDE else value
     newest = max((path / "checkpoints").iterdir(), key=lambda folder: int(folder.name.removeprefix("step-")))
     manifest = json.loads((newest / "manifest.json").read_text())
@@ -187,15 +197,15 @@ def start(checkout, name, out):
     )
 
 
-def compare(name, base, folder):
+def compare(name, base, folder, kept):
     """The names of what differs, and how many values were compared."""
-    checkouts = {"base": base, "ours": Path(__file__).resolve().parent.parent}
-    processes = {called: start(path, name, folder / f"{name}-{called}") for called, path in checkouts.items()}
-    for called, process in processes.items():
+    checkouts = {kept / f"{name}-base": base, folder / f"{name}-ours": Path(__file__).resolve().parent.parent}
+    processes = {out: start(path, name, out) for out, path in checkouts.items() if not out.exists()}
+    for out, process in processes.items():
         text, _ = process.communicate()
         if process.returncode:
-            return [f"failed in {called}: {text.strip()}"], 0
-    one, two = (written(folder / f"{name}-{called}", called == "base") for called in checkouts)
+            return [f"failed in {out.name}: {text.strip()}"], 0
+    one, two = (written(out, path is base) for out, path in checkouts.items())
     alone = [f"only in base: {key}" for key in one.keys() - two.keys()]
     alone += [f"only in ours: {key}" for key in two.keys() - one.keys()]
     return alone + [f"differs: {key}" for key in one.keys() & two.keys() if one[key] != two[key]], len(one)
@@ -205,11 +215,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--keep", type=Path)
     arguments = parser.parse_args()
     unequal = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
-            different, count = compare(name, arguments.base.resolve(), Path(folder))
+            different, count = compare(
+                name, arguments.base.resolve(), Path(folder), (arguments.keep or Path(folder)).resolve()
+            )
             unequal += bool(different)
             print(f"{name:<24}{f'equal ({count} values)' if not different else 'DIFFERENT'}", flush=True)
             for line in sorted(different)[:12]:

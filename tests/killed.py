@@ -74,7 +74,7 @@ def in_a_process(work):
 REACHED = mmap.mmap(-1, 8)  # the step that a process had reached, for the one that killed it
 
 
-def go(env, path, **knobs):
+def go(env, path, **settings):
     """Start or resume, as somebody does who finds the folder."""
 
     def advance(self, step, lost=0):
@@ -85,7 +85,7 @@ def go(env, path, **knobs):
         t3d.resume(path, progress=False)
     else:
         shutil.rmtree(path, ignore_errors=True)
-        t3d.train(env, out=path, **knobs)
+        t3d.train(env, out=path, **settings)
 
 
 def die_in_a_save(operations):
@@ -105,7 +105,7 @@ def die_in_a_save(operations):
         setattr(os, name, counted(getattr(os, name)))
 
 
-def killed_again_and_again(env, path, kills, seconds, **knobs):
+def killed_again_and_again(env, path, kills, seconds, **settings):
     """kill -9, half of them inside a save, until there were enough and the run is through; how many there were."""
     done = 0
     while True:
@@ -114,7 +114,7 @@ def killed_again_and_again(env, path, kills, seconds, **knobs):
         def work(inside=inside):
             if inside:
                 die_in_a_save(random.randrange(60))
-            go(env, path, **knobs)
+            go(env, path, **settings)
 
         before = newest_of(path)
         REACHED[:] = bytes(8)
@@ -125,7 +125,7 @@ def killed_again_and_again(env, path, kills, seconds, **knobs):
         status = os.waitpid(pid, 0)[1]
         assert newest_of(path) >= before  # no checkpoint that was there is lost
         redone = int.from_bytes(REACHED[:], "little") - max(newest_of(path), 0)
-        assert redone <= int(knobs["checkpoint_every"])
+        assert redone <= int(settings["checkpoint_every"])
         if not os.WIFSIGNALED(status):
             assert os.waitstatus_to_exitcode(status) == 0
             return done
@@ -140,14 +140,14 @@ def newest_of(path):
 
 def signals(times):
     """SIGTERM and SIGINT in turn: saved and ended within five seconds, each time further on."""
-    knobs = {**SMALL, "steps": 1_000_000, "checkpoint_every": "600s"}
+    settings = {**SMALL, "steps": 1_000_000, "checkpoint_every": "600s"}
     with tempfile.TemporaryDirectory() as folder:
         path, slowest = Path(folder) / "run", 0.0
         for turn in range(times):
             number, code = ((signal.SIGTERM, 143), (signal.SIGINT, 130))[turn % 2]
             before = newest_of(path)
             REACHED[:] = bytes(8)
-            pid = in_a_process(lambda: go("Pendulum-v1", path, **knobs))
+            pid = in_a_process(lambda: go("Pendulum-v1", path, **settings))
             while not any(REACHED[:]):
                 time.sleep(0.01)
             time.sleep(random.uniform(0, 0.7))
@@ -162,13 +162,13 @@ def signals(times):
 
 
 def instants(kills):
-    knobs = {**SMALL, "steps": 400, "checkpoint_every": "25"}
+    settings = {**SMALL, "steps": 400, "checkpoint_every": "25"}
     with tempfile.TemporaryDirectory() as folder:
-        whole = end_of(t3d.train("Pendulum-v1", out=Path(folder) / "whole", **knobs).path)
+        whole = end_of(t3d.train("Pendulum-v1", out=Path(folder) / "whole", **settings).path)
         total = runs = 0
         while total < kills:
             path = Path(folder) / str(runs)
-            total += killed_again_and_again("Pendulum-v1", path, min(kills, 40), 0.6, **knobs)
+            total += killed_again_and_again("Pendulum-v1", path, min(kills, 40), 0.6, **settings)
             assert end_of(path) == whole
             shutil.rmtree(path)
             runs += 1
@@ -190,22 +190,22 @@ def stranger(path):
 def cases(kills, tasks):
     """Every task killed its share of times, and compared with the same run left alone."""
     each, total = -(-kills // len(tasks)), 0
-    for env, knobs in tasks:
+    for env, settings in tasks:
         with tempfile.TemporaryDirectory() as folder:
-            knobs = {**SMALL, "steps": 1500, "checkpoint_every": "100", "eval_every": 500, **knobs}
+            settings = {**SMALL, "steps": 1500, "checkpoint_every": "100", "eval_every": 500, **settings}
             start, done, same = time.monotonic(), 0, True
             whole = Path(folder) / "whole"
-            killed_again_and_again(env, whole, 0, 0, **knobs)  # in a process too: a GPU is not for two
+            killed_again_and_again(env, whole, 0, 0, **settings)  # in a process too: a GPU is not for two
             seconds = time.monotonic() - start
             while done < each and same:
                 path = Path(folder) / f"killed {done}"
-                done += killed_again_and_again(env, path, each - done, seconds, **knobs)
+                done += killed_again_and_again(env, path, each - done, seconds, **settings)
                 same = end_of(path) == end_of(whole)
             total += done
             how = ", ".join(
-                f"{name} {knobs[name]}"
-                for name in ("num_envs", "eval_beside", "accelerate", "precision")
-                if name in knobs
+                f"{name} {settings[name]}"
+                for name in ("num_envs", "async_eval", "accelerate", "precision")
+                if name in settings
             )
             print(f"{env:<16}{how:<48}{done:4} kills   {'bit for bit' if same else 'DIFFERENT'}", flush=True)
             assert same
@@ -214,7 +214,7 @@ def cases(kills, tasks):
 
 def everywhere(kills):
     envs = ("Pendulum-v1", "HalfCheetah-v5", "Ant-v5", "Hopper-v5")
-    ways = ({"num_envs": 1}, {"num_envs": 4, "eval_beside": "on"})
+    ways = ({"num_envs": 1}, {"num_envs": 4, "async_eval": "on"})
     modes = [{**way, "accelerate": mode} for way in ways for mode in ("eager", "compile")]
     cases(kills, [(env, mode) for env in envs for mode in modes])
 

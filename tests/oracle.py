@@ -138,7 +138,7 @@ class Oracle:
         return out, (seen, inputs)
 
     def backward(self, layers, cache, d):
-        """With an eye, the gradient of the input is that of what is not in the pictures."""
+        """With an eye, the gradient of the input is that of what is not in the images."""
         if self.eye is None:
             return backward(layers, cache, d)
         eye, head = layers[: self.eye.layers], layers[self.eye.layers :]
@@ -192,7 +192,7 @@ class Oracle:
         if self.eye:
             named = {of_eye(name, self.eye): tensor for name, tensor in named.items()}
             for name in [
-                name for name in named if self.eye.shared and "critic" in name.split(".")[0] and "eye" in name
+                name for name in named if self.eye.shared and "critic" in name.split(".")[0] and "encoder" in name
             ]:
                 named[name] = named[name][:1]
         named["actor_adam.count"] = np.array([self.actor_adam.t])
@@ -207,7 +207,7 @@ def of_eye(name, eye):
     if number > eye.layers:
         return ".".join([*whose, f"{tensor[0]}{number - eye.layers}"])
     borrowed = ["critic"] if eye.shared and "actor" in whose[0] else []
-    return ".".join([*whose, *borrowed, "eye", tensor])
+    return ".".join([*whose, *borrowed, "encoder", tensor])
 
 
 def mixed(target, online, tau):

@@ -129,7 +129,7 @@ class Reach(gymnasium.Env):
 class Shown(gymnasium.Env):
     """Episodes last `lengths` in turn, and are truncated; pixels say which copy, episode and step is seen.
 
-    With `numbers` it observes a dict: the picture, and the step again as a number.
+    With `numbers` it observes a dict: the image, and the step again as a number.
     """
 
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -139,9 +139,9 @@ class Shown(gymnasium.Env):
         self.lengths, self.side, self.numbers = lengths, side, numbers
         Shown.copies += 1
         self.copy, self.episode = Shown.copies % 200, -1
-        picture = spaces.Box(0, 255, (side, side, 1), np.uint8)
+        image = spaces.Box(0, 255, (side, side, 1), np.uint8)
         number = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        self.observation_space = spaces.Dict({"camera": picture, "clock": number}) if numbers else picture
+        self.observation_space = spaces.Dict({"camera": image, "clock": number}) if numbers else image
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -154,13 +154,13 @@ class Shown(gymnasium.Env):
         return self._seen(), float(self.time), False, over, {}
 
     def _seen(self):
-        picture = np.zeros((self.side, self.side, 1), np.uint8)
-        picture[0, :4, 0] = self.copy, self.episode % 256, self.time % 256, self.time // 256
-        return {"camera": picture, "clock": np.array([self.time], np.float32)} if self.numbers else picture
+        image = np.zeros((self.side, self.side, 1), np.uint8)
+        image[0, :4, 0] = self.copy, self.episode % 256, self.time % 256, self.time // 256
+        return {"camera": image, "clock": np.array([self.time], np.float32)} if self.numbers else image
 
 
 class Lamp(gymnasium.Env):
-    """One step: the left or the right half of the picture is lit, and the action is to be −1 or 1."""
+    """One step: the left or the right half of the image is lit, and the action is to be −1 or 1."""
 
     action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
     observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
@@ -171,9 +171,9 @@ class Lamp(gymnasium.Env):
         return self.lit(self.side), {}
 
     def lit(self, side):
-        picture = np.zeros((12, 12, 3), np.uint8)
-        picture[:, 6 if side > 0 else 0 : 12 if side > 0 else 6] = 255
-        return picture
+        image = np.zeros((12, 12, 3), np.uint8)
+        image[:, 6 if side > 0 else 0 : 12 if side > 0 else 6] = 255
+        return image
 
     def step(self, action):
         return self.lit(self.side), -float((action[0] - self.side) ** 2), True, False, {}
@@ -195,7 +195,7 @@ class Sweep(Lamp):
 
 
 class Dot(gymnasium.Env):
-    """A dot that the action moves, seen in a picture, with a number beside it; episodes of 1 to 20 steps."""
+    """A dot that the action moves, seen in a image, with a number beside it; episodes of 1 to 20 steps."""
 
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
     observation_space = spaces.Dict(
@@ -213,6 +213,6 @@ class Dot(gymnasium.Env):
         return self._seen(), -abs(self.at - 6), False, self.left <= 0, {}
 
     def _seen(self):
-        picture = np.zeros((12, 12, 3), np.uint8)
-        picture[:, int(self.at)] = 255, self.left, 60
-        return {"camera": picture, "speed": np.array([self.speed], np.float32)}
+        image = np.zeros((12, 12, 3), np.uint8)
+        image[:, int(self.at)] = 255, self.left, 60
+        return {"camera": image, "speed": np.array([self.speed], np.float32)}

@@ -16,7 +16,7 @@ import torch
 from gymnasium import spaces
 
 import t3d
-from t3d import T3DError, states
+from t3d import T3DError, run_state
 from t3d.agent import tensors
 
 NAN, INF = float("nan"), float("inf")
@@ -119,8 +119,8 @@ CASES = [
     ("unbounded actions", with_spaces(action_space=spaces.Box(-INF, INF, (2,))), "unbounded"),
     ("no actions", with_spaces(action_space=spaces.Box(-1, 1, (0,))), "nothing to learn"),
     ("no observations", with_spaces(observation_space=spaces.Box(-1, 1, (0,))), "nothing to learn from"),
-    ("stacks of pictures", with_spaces(observation_space=spaces.Box(0, 255, (2, 8, 8, 3), np.uint8)), "one at a time"),
-    ("no picture", with_spaces(observation_space=spaces.Box(0, 255, (8, 8, 3), np.uint8)), "is not in Box"),
+    ("stacks of images", with_spaces(observation_space=spaces.Box(0, 255, (2, 8, 8, 3), np.uint8)), "one at a time"),
+    ("no image", with_spaces(observation_space=spaces.Box(0, 255, (8, 8, 3), np.uint8)), "is not in Box"),
     ("observations of text", with_spaces(observation_space=spaces.Sequence(spaces.Discrete(2))), "cannot be made into"),
     ("a function that makes no environment", lambda: 3, "not a gymnasium.Env"),
     ("float64 observations", after_seven(obs=np.array([1.0, 2.0])), ""),
@@ -134,16 +134,23 @@ CASES = [
 
 def outcome(env, folder, monkeypatch):
     """What came of training on it, and the numbers that are not finite in memory and weights."""
-    seen, begin = [], states.begin
+    seen, begin = [], run_state.begin
 
     def noting(*arguments):
         seen.append(begin(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(states, "begin", noting)
-    knobs = {"steps": 60, "random_steps": 20, "hidden": (8, 8), "batch_size": 8, "eval_every": 10_000, "device": "cpu"}
+    monkeypatch.setattr(run_state, "begin", noting)
+    settings = {
+        "steps": 60,
+        "random_steps": 20,
+        "hidden": (8, 8),
+        "batch_size": 8,
+        "eval_every": 10_000,
+        "device": "cpu",
+    }
     try:
-        t3d.train(env, out=folder / "run", eval_env=None, eval_episodes=1, progress=False, **knobs)
+        t3d.train(env, out=folder / "run", eval_env=None, eval_episodes=1, progress=False, **settings)
         said = ""
     except T3DError as error:
         said = str(error)

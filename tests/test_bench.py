@@ -11,10 +11,11 @@ from scripted import RewardFromAction
 from test_cli import failed
 
 import t3d
-from t3d import bench, evaluation
+from t3d import bench
 from t3d.bench import returns, tables
 from t3d.bench.suites import PAPER, SUITES, Task, tasks_of
 from t3d.cli import main
+from t3d.evaluate import evaluator, statistics
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW, PAGE = ROOT / returns.RESULTS, ROOT / "docs" / "results.md"
@@ -25,27 +26,27 @@ RAW, PAGE = ROOT / returns.RESULTS, ROOT / "docs" / "results.md"
 
 def test_the_papers_measure():
     curves = np.array([[0.0, 10, 4], [2.0, 20, 6]])
-    assert evaluation.best_mean(curves) == (1, 15.0, 5.0)  # of the population: not 7.07
-    assert evaluation.last_mean(curves, 2).tolist() == [7, 13]
-    assert evaluation.last_mean(curves, 10).tolist() == [14 / 3, 28 / 3]
+    assert statistics.best_mean(curves) == (1, 15.0, 5.0)  # of the population: not 7.07
+    assert statistics.last_mean(curves, 2).tolist() == [7, 13]
+    assert statistics.last_mean(curves, 10).tolist() == [14 / 3, 28 / 3]
 
 
 def test_interquartile_mean():
-    assert evaluation.interquartile_mean(np.array([100.0, 1, 2, 3, 4, 5, 6, -100])) == 3.5
-    assert evaluation.interquartile_mean(np.arange(10.0)) == 4.5  # two of ten are left out at either end
-    assert evaluation.interquartile_mean(np.array([7.0])) == 7
-    assert evaluation.interquartile_mean(np.array([[0.0, 1, 2, 9], [1, 1, 3, 3]])).tolist() == [1.5, 2]
+    assert statistics.interquartile_mean(np.array([100.0, 1, 2, 3, 4, 5, 6, -100])) == 3.5
+    assert statistics.interquartile_mean(np.arange(10.0)) == 4.5  # two of ten are left out at either end
+    assert statistics.interquartile_mean(np.array([7.0])) == 7
+    assert statistics.interquartile_mean(np.array([[0.0, 1, 2, 9], [1, 1, 3, 3]])).tolist() == [1.5, 2]
 
 
 def test_an_interval_is_stratified_and_always_the_same():
-    low, high = evaluation.interval([np.zeros(5), np.ones(5)], lambda drawn: drawn.mean(1))
+    low, high = statistics.interval([np.zeros(5), np.ones(5)], lambda drawn: drawn.mean(1))
     assert low == high == 0.5  # each group has its share in every sample
     scores = np.random.default_rng(1).normal(10, 2, 40)
-    low, high = evaluation.interval([scores], lambda drawn: drawn.mean(1))
+    low, high = statistics.interval([scores], lambda drawn: drawn.mean(1))
     error = scores.std() / 40**0.5
     assert low == pytest.approx(scores.mean() - 1.96 * error, abs=0.1 * error)
     assert high == pytest.approx(scores.mean() + 1.96 * error, abs=0.1 * error)
-    assert (low, high) == evaluation.interval([scores], lambda drawn: drawn.mean(1))
+    assert (low, high) == statistics.interval([scores], lambda drawn: drawn.mean(1))
 
 
 def test_values_beside_what_came():
@@ -54,10 +55,10 @@ def test_values_beside_what_came():
     reward = np.array([[1.0, 4], [2, 4], [0, 4]])
     terminated = np.array([[False, False], [True, False], [False, False]])
     valid = np.array([[True, True], [True, True], [False, True]])
-    values = evaluation.compared([q, reward, terminated, valid], gamma=0.5, seeds=2)
+    values = evaluator.compared([q, reward, terminated, valid], gamma=0.5, seeds=2)
     assert values.expected[0] == 6 and values.came[0] == ((1 + 0.5 * 2) + 2) / 2
     assert np.isnan(values.expected[1]) and np.isnan(values.came[1])  # what would have come later is half of it
-    values = evaluation.compared([q, reward, terminated, valid], gamma=0.1, seeds=2)
+    values = evaluator.compared([q, reward, terminated, valid], gamma=0.1, seeds=2)
     assert values.came[1] == pytest.approx(4.44)  # but for the first state a thousandth
     assert values.expected[1] == 1
 
@@ -67,7 +68,9 @@ def test_values_beside_what_came():
 
 def test_the_suites_are_what_they_say():
     assert [task.env for task in SUITES["paper"].tasks] == [f"{name}-v5" for name in PAPER]
-    assert all(task.knobs["steps"] == 1_000_000 and task.knobs["eval_every"] == 5_000 for task in SUITES["paper"].tasks)
+    assert all(
+        task.settings["steps"] == 1_000_000 and task.settings["eval_every"] == 5_000 for task in SUITES["paper"].tasks
+    )
     assert [task.env for task in tasks_of("paper", ["Ant"], "v4")] == ["Ant-v4"]
     names = [task.name for task in tasks_of("ablation", ["Hopper", "Walker2d", "ddpg"])]
     assert names == ["ablation-ddpg-Hopper-v5", "ablation-ddpg-Walker2d-v5"]
@@ -99,7 +102,7 @@ def test_a_suite_is_trained_once_and_goes_on_where_it_stopped(tmp_path, monkeypa
     values = json.loads(first)
     run = t3d.Run.open(tmp_path / "runs" / "quick-Pendulum-v1")
     assert values["steps"] == [0, 20, 40, 60] and values["seeds"] == [0, 1]
-    assert np.shape(values["returns"]) == (2, 4, 2) and np.shape(values["expected"]) == (2, 4)
+    assert np.shape(values["returns"]) == (2, 4, 2) and np.shape(values["q_predicted"]) == (2, 4)
     last = [row["returns"] for row in run.evaluations if row["step"] == 60]
     assert np.allclose([seed[-1] for seed in values["returns"]], last, rtol=1e-6)
     for name in ("env", "suite", "preset", "config", "versions", "hardware", "wall_seconds"):
@@ -163,7 +166,7 @@ def test_the_ablations_order_is_compared_with_the_papers(tmp_path):
     for variant, level in (("td3", 3000), ("one-critic", 1500), ("no-delay", 3005), ("ddpg", 9000)):
         curves = [[0, level + 10 * k] for k in range(4)]
         made(tmp_path, f"ablation-{variant}-Hopper-v5", "Hopper-v5", curves, variant)
-    values = {"expected": [[0, 9], [0, 11]], "came": [[0, 10], [0, None]]}
+    values = {"q_predicted": [[0, 9], [0, 11]], "discounted_return": [[0, 10], [0, None]]}
     made(tmp_path, "ablation-td3-Walker2d-v5", "Walker2d-v5", [[0, 1], [0, 3]], "td3", **values)
     found = tables.read_results(tmp_path)["ablation"]
     assert tables.overestimation(found) == ["Walker2d-v5, value of a state: TD3 expected 5.00 where 3.33 came (+50%)."]
@@ -188,7 +191,7 @@ def test_the_docs_are_up_to_date(tmp_path):
     assert (tmp_path / "docs" / "results.md").read_text() == PAGE.read_text()
     for path in written[1:]:
         committed = PAGE.parent / "figures" / path.name
-        assert Image.open(committed).text["Source"] == Image.open(path).text["Source"], path.name
+        assert Image.open(committed).text["EnvFactory"] == Image.open(path).text["EnvFactory"], path.name
 
 
 def test_tables_on_the_command_line(tmp_path, capsys):
@@ -201,8 +204,8 @@ def test_tables_on_the_command_line(tmp_path, capsys):
 
 
 def test_an_evaluation_says_what_the_critic_expected(tmp_path):
-    knobs = {**KNOBS, "progress": False, "out": tmp_path / "run", "gamma": 0.0}
-    run = t3d.train(RewardFromAction, eval_values="on", random_steps=10, **knobs)
+    settings = {**KNOBS, "progress": False, "out": tmp_path / "run", "gamma": 0.0}
+    run = t3d.train(RewardFromAction, eval_values="on", random_steps=10, **settings)
     row = run.evaluations[-1]
-    assert row["came"] == pytest.approx(np.mean(row["returns"]))  # episodes of one step
-    assert isinstance(row["expected"], float)
+    assert row["discounted_return"] == pytest.approx(np.mean(row["returns"]))  # episodes of one step
+    assert isinstance(row["q_predicted"], float)

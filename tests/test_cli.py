@@ -79,7 +79,7 @@ def test_presets_set_defaults_and_typed_ones_go_first(tmp_path, capsys):
     main(["train", "Pendulum-v1", "--preset", "documents", *typed, "--out", str(tmp_path / "run")])
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["preset"], config["hidden"], config["batch_size"]) == ("documents", [8], 100)
-    assert config["update_after"] == "episode" and config["random_steps"] == 30
+    assert config["train_freq"] == "episode" and config["random_steps"] == 30
 
 
 def test_no_out_makes_a_folder_under_runs(tmp_path, monkeypatch, capsys):
@@ -264,7 +264,7 @@ def test_a_corrupt_config_is_a_sentence(run, change, sentence, tmp_path, capsys)
 
 
 def test_python_has_the_same_sentences(tmp_path):
-    for knobs, sentence in (
+    for settings, sentence in (
         ({"gama": 0.9}, "no setting 'gama'. Did you mean gamma?"),
         ({"preset": "papr"}, "Did you mean paper?"),
         ({"steps": 2.5}, "steps cannot be 2.5"),
@@ -274,7 +274,7 @@ def test_python_has_the_same_sentences(tmp_path):
         ({"seeds": [1.7]}, r"seeds cannot be \[1.7\]"),
     ):
         with pytest.raises(t3d.T3DError, match=sentence.replace("?", r"\?")):
-            t3d.train("Pendulum-v1", out=tmp_path / "run", **knobs)
+            t3d.train("Pendulum-v1", out=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
 
 

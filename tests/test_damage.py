@@ -10,7 +10,7 @@ import pytest
 from killed import SMALL, end_of
 
 import t3d
-from t3d import T3DError, training
+from t3d import T3DError, trainer
 from t3d.cli import main
 from t3d.runs import checkpoints
 from t3d.runs.folder import Run
@@ -136,14 +136,14 @@ def test_more_steps_are_written_with_a_checksum(run):
 
 def during(monkeypatch, step, change):
     """Do something to the folder when a run has come to a step."""
-    turn = training.turn
+    turn = trainer.turn
 
-    def changed(state, config, verbs):
+    def changed(state, config, learner):
         if state.step == step:
             change()
-        return turn(state, config, verbs)
+        return turn(state, config, learner)
 
-    monkeypatch.setattr(training, "turn", changed)
+    monkeypatch.setattr(trainer, "turn", changed)
 
 
 def test_a_segment_lost_during_a_run_is_said_and_written_again(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 import t3d
 from t3d.display import Display, _clock
-from t3d.evaluation import Evaluation
+from t3d.evaluate.evaluator import Evaluation
 
 EVALUATION = Evaluation(np.array([[10.0, 20.0], [1.0, 3.0]]), np.array([[5, 5], [5, 5]]))
 ROWS = [
@@ -62,7 +62,7 @@ def test_a_run_that_is_taken_up_shows_what_was_before_and_its_own_pace():
 
 
 def test_resume_tells_it_where_it_is(tmp_path, monkeypatch):
-    knobs = {
+    settings = {
         "hidden": (8, 8),
         "batch_size": 8,
         "eval_episodes": 1,
@@ -70,7 +70,7 @@ def test_resume_tells_it_where_it_is(tmp_path, monkeypatch):
         "device": "cpu",
         "progress": False,
     }
-    run = t3d.train("Pendulum-v1", 150, out=tmp_path / "run", **knobs)
+    run = t3d.train("Pendulum-v1", 150, out=tmp_path / "run", **settings)
     told = []
     monkeypatch.setattr(
         Display, "begin_at", lambda self, step, rows: told.append((step, [row["step"] for row in rows]))

@@ -21,7 +21,7 @@ from killed import SMALL, end_of
 from test_bad_environments import NAN, Good, after_seven
 
 import t3d
-from t3d import T3DError, rng, states
+from t3d import T3DError, rng, run_state
 from t3d.cli import main
 from t3d.rng import Purpose
 
@@ -35,11 +35,11 @@ def evaluation_seed(seed, episode):
 # ------------------------------------------------------------------------------------- evaluations in workers
 
 
-def mortal(folder, deaths, how="exit", **knobs):
+def mortal(folder, deaths, how="exit", **settings):
     folder.mkdir()
     args = {"folder": str(folder), "victims": (evaluation_seed(0, 0),), "deaths": deaths, "how": how}
-    knobs = {**KNOBS, "workers": 2, "eval_episodes": 3, "progress": True, **knobs}
-    return t3d.train(Mortal, out=folder / "run", env_args=args, **knobs)
+    settings = {**KNOBS, "workers": 2, "eval_episodes": 3, "progress": True, **settings}
+    return t3d.train(Mortal, out=folder / "run", env_args=args, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def undisturbed(tmp_path_factory):
     return mortal(tmp_path_factory.mktemp("mortal") / "0", deaths=0)
 
 
-@pytest.mark.parametrize(("how", "knobs"), [("exit", {}), ("sys.exit", {}), ("hang", {"stall_seconds": 1.0})])
-def test_an_evaluation_survives_its_worker(how, knobs, undisturbed, tmp_path, capsys):
-    run = mortal(tmp_path / "run", 2, how, **knobs)
+@pytest.mark.parametrize(("how", "settings"), [("exit", {}), ("sys.exit", {}), ("hang", {"worker_timeout": 1.0})])
+def test_an_evaluation_survives_its_worker(how, settings, undisturbed, tmp_path, capsys):
+    run = mortal(tmp_path / "run", 2, how, **settings)
     assert run.evaluations == undisturbed.evaluations
     for seed, which in ((0, "best"), (0, "last")):
         ours, theirs = t3d.load(run, seed, which), t3d.load(undisturbed, seed, which)
@@ -145,7 +145,7 @@ def test_no_process_outlives_its_parent(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import t3d; from counter import Counter
-t3d.train(Counter, 10**6, out={str(tmp_path / "run")!r}, workers=2, hidden=(8,), eval_beside="on", eval_every=200,
+t3d.train(Counter, 10**6, out={str(tmp_path / "run")!r}, workers=2, hidden=(8,), async_eval="on", eval_every=200,
           env_args={{"trouble": "{marker}"}}, progress=False)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -262,10 +262,10 @@ def test_a_failing_step_is_told_saved_and_passed(kind, what, tmp_path):
 
 
 def test_cut_ends_the_episode_and_makes_the_environment_anew(tmp_path, monkeypatch, capsys):
-    env, states_seen, begin = fails_in([3, 8], ZeroDivisionError("x")), [], states.begin
-    monkeypatch.setattr(states, "begin", lambda *a: states_seen.append(begin(*a)) or states_seen[-1])
-    knobs = {**KNOBS, "eval_every": 0, "progress": True, "on_env_error": "cut"}
-    run = t3d.train(env, out=tmp_path / "run", **knobs)
+    env, states_seen, begin = fails_in([3, 8], ZeroDivisionError("x")), [], run_state.begin
+    monkeypatch.setattr(run_state, "begin", lambda *a: states_seen.append(begin(*a)) or states_seen[-1])
+    settings = {**KNOBS, "eval_every": 0, "progress": True, "on_env_error": "cut"}
+    run = t3d.train(env, out=tmp_path / "run", **settings)
     said = capsys.readouterr().out
     assert "Its episode is cut, the 1st because of an error." in said and "the 2nd because" in said
     assert "2 steps of environments failed, and their episodes were cut" in said
@@ -321,10 +321,10 @@ def test_a_failing_evaluation_stops_even_with_cut(tmp_path):
 
 
 def test_in_workers_a_failing_step_is_cut_too(tmp_path, capsys):
-    knobs = {**KNOBS, "eval_every": 0, "progress": True, "exploration_noise": 5.0, "max_env_errors": 10**6}
+    settings = {**KNOBS, "eval_every": 0, "progress": True, "exploration_noise": 5.0, "max_env_errors": 10**6}
     run = t3d.train(
         Counter, out=tmp_path / "run", env_args={"trouble": "raises"}, workers=2, num_envs=2, on_env_error="cut",
-        **knobs,
+        **settings,
     )  # fmt: skip
     said = capsys.readouterr().out
     assert "ZeroDivisionError: so told" in said and "Its episode is cut, the 1st because of an error." in said
@@ -353,7 +353,7 @@ def test_mujoco_simulations_that_fail_are_cut_by_themselves(tmp_path, monkeypatc
 
 
 def test_a_run_with_cut_episodes_resumes_bit_for_bit(tmp_path):
-    knobs = {**KNOBS, "steps": 300, "on_env_error": "cut", "eval_every": 0}
+    settings = {**KNOBS, "steps": 300, "on_env_error": "cut", "eval_every": 0}
 
     class Fails(Good):  # as a function of its seed
         def step(self, action):
@@ -364,9 +364,9 @@ def test_a_run_with_cut_episodes_resumes_bit_for_bit(tmp_path):
         def obs(self):
             return np.array([self.time, self.np_random_seed % 100], np.float32)
 
-    whole = t3d.train(Fails, out=tmp_path / "whole", **knobs)
+    whole = t3d.train(Fails, out=tmp_path / "whole", **settings)
     path = tmp_path / "parts"
-    t3d.train(Fails, out=path, **{**knobs, "steps": 152})
+    t3d.train(Fails, out=path, **{**settings, "steps": 152})
     t3d.resume(path, steps=300, env=Fails, progress=False)
     assert end_of(path)[2] == end_of(whole.path)[2]
     assert end_of(path)[1]["env_errors"] == end_of(whole.path)[1]["env_errors"] != torch.tensor(0).numpy().tobytes()
@@ -484,10 +484,10 @@ def test_random_steps_are_exact(count, monkeypatch):
 
     state, config = begin(num_envs=count, random_steps=20, steps=200)
     actor = np.full((1, count, 2), 9.0, np.float32)
-    verbs = type("Verbs", (), {"explore": lambda self, obs, step: lambda: actor})()
+    learner = type("Learner", (), {"explore": lambda self, obs, step: lambda: actor})()
     drawn = 0
     for state.step in range(0, 60, count):
-        action = t3d.training.act(state, config, verbs)()
+        action = t3d.trainer.act(state, config, learner)()
         drawn += int((action[..., 0] != 9).sum())
     assert drawn == 20
     state.close()

@@ -7,11 +7,11 @@ from gymnasium import spaces
 from scripted import Probe, Scripted
 
 from t3d import T3DError
-from t3d.envs import ActionRange, open_source
+from t3d.envs import ActionRange, env_factory
 
 
 def batch(make, count=1, episode_seed=lambda env, episode: 10 * env + episode):
-    return open_source(make).batch(count, episode_seed)
+    return env_factory(make).batch(count, episode_seed)
 
 
 def test_the_exact_bounds_are_reachable_and_never_passed():
@@ -181,15 +181,15 @@ def test_stacks_of_pictures_and_strange_makers_are_refused():
 
 
 def test_an_id_without_its_version_is_the_newest():
-    assert open_source("Pendulum").name == "Pendulum-v1"
+    assert env_factory("Pendulum").name == "Pendulum-v1"
     with pytest.raises(T3DError, match="Did you mean Pendulum-v1"):
-        open_source("Pendulun").one()
+        env_factory("Pendulun").one()
 
 
 def test_a_module_that_only_a_file_names_is_not_imported():
     with pytest.raises(T3DError, match="--allow-module antigravity"):
-        open_source("antigravity:Env-v0", allowed_modules=())
-    assert open_source("scripted:Env-v0", allowed_modules=("scripted",)).name == "scripted:Env-v0"
+        env_factory("antigravity:Env-v0", allowed_modules=())
+    assert env_factory("scripted:Env-v0", allowed_modules=("scripted",)).name == "scripted:Env-v0"
 
 
 def test_mujoco_is_made_quietly(tmp_path, monkeypatch, capfd):

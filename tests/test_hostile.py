@@ -20,7 +20,7 @@ from t3d.cli import main
 from t3d.runs.folder import Run
 
 KNOBS = {**SMALL, "steps": 150}
-pytestmark = pytest.mark.filterwarnings("ignore::t3d.errors.T3DWarning")  # of pictures that cannot be drawn there
+pytestmark = pytest.mark.filterwarnings("ignore::t3d.errors.T3DWarning")  # of images that cannot be drawn there
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ STATES = {
     "infinity in Adam": filled("agent.critic_adam.v.w2", float("inf")),
     "negative updates": filled("updates", -1),
     "negative episodes": filled("envs.episodes", -3),
-    "more waiting than n": filled("steps_under_way.pending", 1000),
+    "more waiting than n": filled("n_step_buffer.pending", 1000),
     "other seeds": filled("seeds", 9),
     "other rows": filled("memory.stored", 3),
     "weights of another type": lambda state: state.update({"agent.actor.w1": state["agent.actor.w1"].to(torch.int32)}),
@@ -286,14 +286,14 @@ STATES = {
     "weights of another shape": lambda state: state.update({"agent.actor.w1": torch.zeros(1, 3, 9)}),
     "a name too many": lambda state: state.update(extra=torch.zeros(3)),
     "a name too few": lambda state: state.pop("obs"),
-    "a tape of another shape": lambda state: state.update(played=torch.zeros(5, 9)),
-    "a tape that is too short": lambda state: state.update(played=state["played"][:3]),
-    "a tape of nothing, endless": lambda state: state.update(played=torch.zeros(10**13, 0, 1, 1)),
-    "a tape without an end": lambda state: state.update(played=torch.zeros(0, 1, 1, 1)),
+    "a tape of another shape": lambda state: state.update(episode_actions=torch.zeros(5, 9)),
+    "a tape that is too short": lambda state: state.update(episode_actions=state["episode_actions"][:3]),
+    "a tape of nothing, endless": lambda state: state.update(episode_actions=torch.zeros(10**13, 0, 1, 1)),
+    "a tape without an end": lambda state: state.update(episode_actions=torch.zeros(0, 1, 1, 1)),
     "another step": filled("step", 140),
     "counts beyond 2^53": filled("updates", 2**60),
     "a longer episode than there is": lambda state: state.update(
-        episode_length=torch.full_like(state["episode_length"], 201), played=torch.zeros(201, 1, 1, 1)
+        episode_length=torch.full_like(state["episode_length"], 201), episode_actions=torch.zeros(201, 1, 1, 1)
     ),
 }
 
@@ -316,7 +316,7 @@ CONFIGS = {
     "many environments": {"num_envs": 100_000},
     "a huge number": {"steps": 10**400},
     "a negative number": {"steps": -1},
-    "huge pictures": {"pixels": 4096, "frame_stack": 64},
+    "huge images": {"pixels": 4096, "frame_stack": 64},
     "an environment of megabytes": {"env": "x" * 10**6},
     "an environment of another type": {"env": ["Pendulum-v1"]},
     "a module": {"env": "antigravity:Pendulum-v1"},
@@ -565,8 +565,8 @@ CARDS = {
 @pytest.mark.parametrize("case", CARDS)
 def test_policies_that_do_not_fit_each_other(case, pair, tmp_path, capsys):
     shutil.copytree(pair.path, tmp_path / "run")
-    knobs = {**KNOBS, "env": "Pendulum-v1", **CARDS[case]}
-    stranger = t3d.train(out=tmp_path / "other", seeds=[1], **{**knobs, "steps": 60})
+    settings = {**KNOBS, "env": "Pendulum-v1", **CARDS[case]}
+    stranger = t3d.train(out=tmp_path / "other", seeds=[1], **{**settings, "steps": 60})
     policy = stranger.policy(1)
     object.__setattr__(policy.card, "run", pair.identity)
     Run(tmp_path / "run").write("policies", "best-seed-1.safetensors", policy.to_bytes())
@@ -587,7 +587,7 @@ def test_cards_of_other_types_are_sentences(change, run):
 
 
 def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch):
-    path, before, turn = tmp_path / "run", tree(victim), t3d.training.turn
+    path, before, turn = tmp_path / "run", tree(victim), t3d.trainer.turn
 
     def swapped(state, *arguments):
         if state.step == 60:
@@ -595,7 +595,7 @@ def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch)
             path.symlink_to(victim)
         return turn(state, *arguments)
 
-    monkeypatch.setattr(t3d.training, "turn", swapped)
+    monkeypatch.setattr(t3d.trainer, "turn", swapped)
     with pytest.raises(T3DError, match="is another folder than before: it was moved or replaced"):
         t3d.train("Pendulum-v1", out=path, **KNOBS)
     assert tree(victim) == before
@@ -609,9 +609,9 @@ def test_seeds_that_are_not_asked_for_take_no_memory(pair, tmp_path, monkeypatch
 
 
 def test_evaluate_starts_no_more_processes_than_cores(pair, tmp_path, monkeypatch):
-    path, started, here = tmp_path / "run", [], t3d.cli.evaluator_here
+    path, started, here = tmp_path / "run", [], t3d.cli.local_evaluator
     t3d.train("Pendulum-v1", out=path, workers=40, **{**KNOBS, "eval_every": 0, "steps": 30})
-    monkeypatch.setattr(t3d.cli, "evaluator_here", lambda s, n, c: started.append(c.workers) or here(s, n, c))
+    monkeypatch.setattr(t3d.cli, "local_evaluator", lambda s, n, c: started.append(c.workers) or here(s, n, c))
     main(["evaluate", str(path), "--episodes", "1"])
     assert started == [min(40, t3d.limits.cores())]
 

@@ -11,10 +11,9 @@ PACKAGE = ROOT / "t3d"
 
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
-    "errors", "files", "limits", "layout", "sight", "rng", "networks", "vision", "modules", "optim", "replay",
-    "nstep", "pictures", "tape", "steps", "agent", "documents", "config", "processors", "kernels", "accelerate", "envs",
-    "goals", "policy", "evaluation", "beside", "runs", "display", "states", "training", "api", "bench", "__init__",
-    "cli", "__main__",
+    "errors", "files", "limits", "layout", "rng", "networks", "custom_network", "optim", "replay", "pixels", "nstep",
+    "episode_log", "steps", "agent", "documents", "config", "learners", "envs", "hindsight", "policy", "evaluate",
+    "runs", "display", "run_state", "trainer", "api", "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from scripted import Reach
 
 import t3d
-from t3d.envs import open_source
+from t3d.envs import env_factory
 from t3d.envs.exact import first_difference
 from t3d.layout import check, describe, flatten, size
 
@@ -94,19 +94,19 @@ class Coded(Mixed):
 
 
 def test_a_policy_takes_choices(tmp_path):
-    knobs = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "progress": False}
-    policy = t3d.load(t3d.train(Coded, 250, out=tmp_path / "run", **knobs))
+    settings = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "progress": False}
+    policy = t3d.load(t3d.train(Coded, 250, out=tmp_path / "run", **settings))
     assert (policy(np.array([2, 0])) == policy(np.array([0, 0, 1, 1, 0, 0]))).all()
 
 
 def test_a_dict_can_be_compared_with_gymnasium():
-    difference, _ = first_difference(open_source(Mixed), 20)
+    difference, _ = first_difference(env_factory(Mixed), 20)
     assert difference == ""
 
 
 def test_a_policy_takes_what_its_environment_shows(tmp_path):
-    knobs = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "progress": False}
-    run = t3d.train(Mixed, 250, out=tmp_path / "run", **knobs)
+    settings = {"hidden": (8, 8), "batch_size": 8, "eval_episodes": 1, "device": "cpu", "progress": False}
+    run = t3d.train(Mixed, 250, out=tmp_path / "run", **settings)
     policy = t3d.load(run.path)
     obs = {"angle": (np.array([0.5]), np.array([-0.25])), "speed": np.array([3.0]), "side": 1}
     flat = np.array([0.5, -0.25, 0, 1, 3.0])  # angle, side, speed: Gymnasium sorts the names
@@ -115,6 +115,6 @@ def test_a_policy_takes_what_its_environment_shows(tmp_path):
         t3d.T3DError, match=r"an observation of its environment; .*the parts \['angle', 'side', 'speed'\]"
     ):
         policy({"angle": 1})
-    goal = t3d.train(Reach, 40, out=tmp_path / "goal", **knobs)
+    goal = t3d.train(Reach, 40, out=tmp_path / "goal", **settings)
     env = Reach()
     assert t3d.load(goal)(env.reset(seed=1)[0]).shape == (2,)

@@ -9,13 +9,13 @@ from oracle import Eye, Oracle, layers_of
 from t3d import T3D, networks, rng, steps
 from t3d.agent import tensors
 from t3d.layout import describe
+from t3d.pixels.encoder import seeing
+from t3d.pixels.frame_stack import FrameStack
 from t3d.replay import Batch
 from t3d.rng import Purpose
-from t3d.sight import Sight
-from t3d.vision import seeing
 
 OBS, ACTION, BATCH, HIDDEN = 5, 2, 32, (24, 16)
-KNOBS = steps.Knobs(gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3)
+KNOBS = steps.Hyperparameters(gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3)
 ORACLE_KNOBS = {"gamma": 0.97, "tau": 0.03, "sigma": 0.2, "clip": 0.5, "delay": 2}
 
 
@@ -147,11 +147,12 @@ def test_documents_class(updates, dtype, weights, moments, max_action):
 def test_networks_that_see(encoder, numbers):
     """Two layers of convolutions over two frames, with and without numbers beside them: every tensor, five updates."""
     parts = {"camera": spaces.Box(0, 255, (13, 22, 3), np.uint8), "numbers": spaces.Box(-1, 1, (numbers,))}
-    sight = Sight.of(describe(spaces.Dict(parts), "x"), 2)
-    with networks.using(seeing(sight, encoder)):
-        agent = steps.init_agent(torch.tensor([7]), sight.dim, ACTION, HIDDEN, torch.float64)
-        whose = "critic.eye." if encoder == "critic" else "eye."
-        eyes = [eye_of(agent.actor, whose, 0), eye_of(agent.critic, "eye.", 0, 0), eye_of(agent.critic, "eye.", -1, 0)]
+    frame_stack = FrameStack.of(describe(spaces.Dict(parts), "x"), 2)
+    with networks.using(seeing(frame_stack, encoder)):
+        agent = steps.init_agent(torch.tensor([7]), frame_stack.dim, ACTION, HIDDEN, torch.float64)
+        whose = "critic.encoder." if encoder == "critic" else "encoder."
+        of_critics = [encoder_of(agent.critic, "encoder.", twin, 0) for twin in (0, -1)]
+        eyes = [encoder_of(agent.actor, whose, 0), *of_critics]
         heads = [head_of(agent.actor, 0), head_of(agent.critic, 0, 0), head_of(agent.critic, 1, 0)]
         actor, *critics = (eye + head for eye, head in zip(eyes, heads, strict=True))
         eye = Eye(len(eyes[0]), 2, 13, 22, 3, shared=encoder == "critic")
@@ -171,7 +172,7 @@ def test_networks_that_see(encoder, numbers):
         np.testing.assert_allclose(ours[name].numpy(), tensor, rtol=1e-8, atol=1e-10, err_msg=name)
 
 
-def eye_of(parameters, prefix, *index):
+def encoder_of(parameters, prefix, *index):
     return layers_of(
         {name.removeprefix(prefix): t for name, t in parameters.items() if name.startswith(prefix)}, *index
     )

@@ -11,9 +11,9 @@ from scripted import Probe
 import t3d
 from t3d import Actor, T3DError, files, networks, rng
 from t3d.cli import main
-from t3d.envs import open_source
+from t3d.envs import env_factory
 from t3d.errors import T3DWarning
-from t3d.evaluation import Evaluator, Players
+from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
 from t3d.rng import Purpose
 
 KNOBS = {
@@ -139,7 +139,7 @@ class Recorder(Probe):
 def recorded():
     """An evaluator over two seeds and three episodes each, its actors, and what the environments saw."""
     Recorder.seeds, Recorder.actions = [], []
-    evaluator = Evaluator(open_source(Recorder), [3, 8], 3, gamma=0.99)
+    evaluator = Evaluator(env_factory(Recorder), [3, 8], 3, gamma=0.99)
     return evaluator, networks.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32)
 
 
@@ -147,7 +147,7 @@ def test_an_evaluation_is_the_actor_without_noise(recorded):
     evaluator, actor = recorded
     obs = evaluator.envs.reset().reshape(2, 3, 1)
     Recorder.seeds.clear()
-    evaluation = evaluator.play(Players(actor))
+    evaluation = evaluator.play(PolicySnapshot(actor))
     expected = 2 * networks.actor(actor, torch.from_numpy(obs)).flatten()
     assert Recorder.actions == pytest.approx(expected.tolist() * 4, abs=1e-6)
     np.testing.assert_allclose(evaluation.returns, 4 * obs[..., 0], rtol=1e-6)
@@ -156,7 +156,7 @@ def test_an_evaluation_is_the_actor_without_noise(recorded):
 
 def test_evaluation_episodes_have_seeds_of_their_own(recorded):
     evaluator, actor = recorded
-    evaluator.play(Players(actor))
+    evaluator.play(PolicySnapshot(actor))
     expected = [rng.integer(seed, Purpose.EVALUATION, episode) for seed in (3, 8) for episode in range(3)]
     assert Recorder.seeds[:6] == expected
     training = {rng.integer(seed, Purpose.EPISODE, episode) for seed in (3, 8) for episode in range(50)}
@@ -165,10 +165,10 @@ def test_evaluation_episodes_have_seeds_of_their_own(recorded):
 
 def test_further_episodes_are_new_and_the_same_ones_are_the_same(recorded):
     evaluator, actor = recorded
-    first, more, again = (evaluator.play(Players(actor), start).returns for start in (0, 3, 0))
+    first, more, again = (evaluator.play(PolicySnapshot(actor), start).returns for start in (0, 3, 0))
     assert (first == again).all() and not set(first.flatten()) & set(more.flatten())
     Recorder.seeds.clear()
-    evaluator.play(Players(actor), 3)
+    evaluator.play(PolicySnapshot(actor), 3)
     assert Recorder.seeds[:3] == [rng.integer(3, Purpose.EVALUATION, episode) for episode in (3, 4, 5)]
 
 
@@ -219,7 +219,7 @@ def test_a_policy_of_another_format_is_named(run, tmp_path):
     ("field", "value"),
     [
         ("hidden", [16]), ("layout", {"kind": "array", "shape": [4]}),
-        ("layout", {"kind": "picture", "shape": [10**5, 10**5, 3]}), ("stack", 0), ("stack", 10**6),
+        ("layout", {"kind": "image", "shape": [10**5, 10**5, 3]}), ("stack", 0), ("stack", 10**6),
         ("layout", {"kind": "tree"}), ("layout", [3]), ("action_low", "x"), ("extra", 1), ("returns", [1]),
         ("returns", None), ("returns", ["1", "2", "3"]), ("hidden", [2**70]), ("hidden", [65536, 65536]),
         ("step", None), ("seed", "3"), ("action_dtype", "int8"), ("action_dtype", 5), ("action_high", [-9.0]),
@@ -236,7 +236,7 @@ def test_a_policy_brings_its_normalisation_with_it(tmp_path, capsys):
     run = t3d.train("Pendulum-v1", seeds=2, out=tmp_path / "run", normalize_obs="on", **KNOBS)
     policy = t3d.load(run, seed=1, which="last")
     obs = np.array([0.5, -0.5, 6.0], np.float32)
-    shift, scale = (part.numpy().reshape(-1) for part in policy.lens)
+    shift, scale = (part.numpy().reshape(-1) for part in policy.normalizer)
     assert scale[2] < 0.5  # velocities are large
     seen = torch.tensor(((obs - shift) * scale).clip(-10, 10))[None, None]
     np.testing.assert_allclose(policy(obs), 2 * networks.actor(policy.parameters, seen)[0, 0], rtol=1e-5)

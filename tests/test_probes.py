@@ -4,10 +4,10 @@ import pytest
 import torch
 from scripted import ConstantReward, RewardFromAction, RewardFromBoth, RewardFromObservation, TwoSteps
 
-from t3d import networks, states, training
-from t3d.accelerate import accelerate
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d import networks, run_state, trainer
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate
 
 CONFIG = Config(
     steps=1200, random_steps=300, hidden=(32, 32), batch_size=64, actor_lr=3e-3, critic_lr=3e-3, tau=0.05, gamma=0.9,
@@ -21,13 +21,13 @@ def learned():
     trained = []
 
     def train(probe):
-        config = settle(CONFIG, "td3", probe.__name__, seeds=2)
-        state = states.begin(open_source(probe), [0, 1], config)
+        config = resolve(CONFIG, "td3", probe.__name__, seeds=2)
+        state = run_state.begin(env_factory(probe), [0, 1], config)
         trained.append(state)
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:
-            training.turn(state, config, verbs)
-            training.learn_owed(state, config, verbs)
+            trainer.turn(state, config, learner)
+            trainer.learn_owed(state, config, learner)
         return state.agent
 
     yield train

@@ -140,8 +140,8 @@ def test_resume_takes_the_object_too(tmp_path):
 
 
 def test_its_cut_episode_is_stored_as_truncated(tmp_path, monkeypatch):
-    seen, make = [], t3d.states.make
-    monkeypatch.setattr(t3d.states, "make", lambda *a: seen.append(make(*a)) or seen[-1])
+    seen, make = [], t3d.run_state.make
+    monkeypatch.setattr(t3d.run_state, "make", lambda *a: seen.append(make(*a)) or seen[-1])
     run = t3d.train(Declared, out=tmp_path / "run", n_step=3, **KNOBS)
     t3d.resume(run, steps=120, env=Declared, progress=False)
     memory = seen[-1].memory
@@ -157,22 +157,22 @@ def test_other_environments_are_told_how_much_is_replayed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sentence"),
+    ("settings", "sentence"),
     [
         ({"seeds": 2}, "more than one seed"),
         ({"num_envs": 2}, "--num-envs"),
         ({"workers": 1}, "--workers"),
-        ({"relabel": 4}, "--relabel"),
-        ({"eval_beside": "on"}, "--eval-beside"),
+        ({"her": 4}, "--her"),
+        ({"async_eval": "on"}, "--async-eval"),
         ({"eval_values": "on"}, "--eval-values"),
     ],
 )
 @pytest.mark.parametrize("how", ["declared", "asked", "object"])
-def test_what_needs_several_of_it_is_refused(how, knobs, sentence, tmp_path):
+def test_what_needs_several_of_it_is_refused(how, settings, sentence, tmp_path):
     env = {"declared": Declared, "asked": Robot, "object": None}[how] or Robot()
     more = {"real_env": True} if how == "asked" else {}
     with pytest.raises(T3DError, match=f"a real environment exists once.*{sentence}"):
-        t3d.train(env, out=tmp_path / "run", **KNOBS, **knobs, **more)
+        t3d.train(env, out=tmp_path / "run", **KNOBS, **settings, **more)
     assert not (tmp_path / "run").exists()
     assert Robot.log.count("made") == (how != "asked") and "step" not in Robot.log and "reset" not in Robot.log
 

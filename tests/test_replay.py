@@ -91,7 +91,7 @@ def test_sampling_is_even():
 
 
 def steps_through(nstep, script):
-    """Rows out for a script of (time, ended) on one environment: (first time, span, reward, next, terminated)."""
+    """Transitions out for a script of (time, ended) on one environment: (time, span, reward, next, terminated)."""
     out, now = [], 0.0
     for time, end in script:
         lost = end == "lost"

@@ -15,12 +15,12 @@ from killed import KNOBS, SMALL, end_of
 from scripted import Dot, Reach, Scripted
 
 import t3d
-from t3d import networks, states, training
-from t3d.accelerate import accelerate
-from t3d.beside import evaluator_of
-from t3d.config import Config, settle
+from t3d import networks, run_state, trainer
+from t3d.config import Config, resolve
 from t3d.display import Display
-from t3d.envs import open_source
+from t3d.envs import env_factory
+from t3d.evaluate.async_evaluator import make_evaluator
+from t3d.learners import accelerate
 from t3d.runs import checkpoints as checkpoints_room
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
@@ -41,37 +41,37 @@ class Interrupted:
 MINIMAL = {"env": "x", "env_args": {}, "preset": "td3"}  # what config.json needs to be one
 
 
-def begin(env, seeds, **knobs):
-    config = settle(
-        Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **knobs}), "td3", "x", len(seeds)
+def begin(env, seeds, **settings):
+    config = resolve(
+        Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **settings}), "td3", "x", len(seeds)
     )
-    return states.begin(open_source(env).seen(config.pixels, config.frame_stack), list(seeds), config), config
+    return run_state.begin(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config), config
 
 
-def play(path, env, seeds, stops, forget=None, **knobs):
+def play(path, env, seeds, stops, forget=None, **settings):
     """A run in one process that is stopped and taken up again; `forget` names one number that is not restored."""
     for after in (*stops, 10**9):
-        state, config = begin(env, seeds, **knobs)
+        state, config = begin(env, seeds, **settings)
         run = Run(path)
         path.mkdir(exist_ok=True)
         if not (path / "config.json").exists():
             run.begin({**MINIMAL, "seeds": list(seeds)})
-        source = open_source(env).seen(config.pixels, config.frame_stack)
+        source = env_factory(env).seen(config.pixels, config.frame_stack)
         with (
             closing(state.envs),
             networks.using(state.network),
-            closing(evaluator_of(source, state.seeds, config, state.network)) as evaluator,
+            closing(make_evaluator(source, state.seeds, config, state.network)) as evaluator,
             closing(Checkpoints(run, {})) as checkpoints,
         ):
-            found = checkpoints.newest(state.memory, states.most_state(state))
+            found = checkpoints.newest(state.memory, run_state.most_state(state))
             if found is not None:
                 given = checkpoints.load(found, state.memory)
                 if forget:
-                    given[forget] = fresh(states.saved(state), given, forget)
-                states.restore(state, given, path, config)
-            verbs = accelerate(state.agent, state.memory, state.sums, config)
+                    given[forget] = fresh(run_state.saved(state), given, forget)
+                run_state.restore(state, given, path, config)
+            learner = accelerate(state.agent, state.memory, state.sums, config)
             display = Display(config.steps, state.seeds, quiet=True)
-            training.run(state, verbs, evaluator, config, run, display, checkpoints, Interrupted(after))
+            trainer.run(state, learner, evaluator, config, run, display, checkpoints, Interrupted(after))
     return end_of(path, config.buffer_size)
 
 
@@ -85,42 +85,42 @@ def fresh(live, given, name):
 CASES = {
     "a step at a time": {},
     "three environments, three steps": {"num_envs": 3, "n_step": 3},
-    "whole episodes": {"update_after": "episode"},
+    "whole episodes": {"train_freq": "episode"},
     "half an update a step": {"updates_per_step": 0.5, "buffer_size": 100},
     "beside the environments": {"overlap": "on", "updates_per_step": 1.5},
     "normalised, one critic": {"normalize_obs": "on", "reward_scale": 0.1, "critics": 1, "num_envs": 2},
-    "normalised layers": {"critic_norm": "layer", "update_after": "episode"},
-    "evaluations beside training": {"eval_beside": "on", "normalize_obs": "on", "eval_values": "on", "gamma": 0.9},
+    "normalised layers": {"critic_norm": "layer", "train_freq": "episode"},
+    "evaluations beside training": {"async_eval": "on", "normalize_obs": "on", "eval_values": "on", "gamma": 0.9},
 }
 
 
 ON_GPU = {"device": "cuda", "accelerate": "graph", "overlap": "on"}
 if torch.cuda.is_available():
     CASES |= {
-        "a GPU": {**ON_GPU, "eval_beside": "on"},
+        "a GPU": {**ON_GPU, "async_eval": "on"},
         "a GPU, in bfloat16": {**ON_GPU, "precision": "bf16", "n_step": 3, "num_envs": 2},
     }
 
 
-@pytest.mark.parametrize("knobs", CASES.values(), ids=CASES)
-def test_stopped_and_resumed_is_undisturbed(knobs, tmp_path):
-    whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_stopped_and_resumed_is_undisturbed(settings, tmp_path):
+    whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **settings)
     # Counted in questions "stop?": in the middle of updates, of an evaluation, between steps.
     # With 1, twice in the same step.
-    stops = (237,) if "device" in knobs else (150, 333, 1, 1, 501, 700)  # on a GPU each start takes its time
-    parts = play(tmp_path / "parts", "Pendulum-v1", (3, 5), stops, **knobs)
+    stops = (237,) if "device" in settings else (150, 333, 1, 1, 501, 700)  # on a GPU each start takes its time
+    parts = play(tmp_path / "parts", "Pendulum-v1", (3, 5), stops, **settings)
     assert whole == parts
 
 
 class Late:
-    """Verbs that store transitions no sooner than they must, as a GPU's do."""
+    """Learner that store transitions no sooner than they must, as a GPU's do."""
 
-    def __init__(self, verbs):
-        self.verbs, self.waiting = verbs, None
+    def __init__(self, learner):
+        self.learner, self.waiting = learner, None
 
     def flush(self):
         if self.waiting is not None:
-            self.verbs.store(self.waiting)
+            self.learner.store(self.waiting)
             self.waiting = None
 
     def store(self, rows):
@@ -129,45 +129,45 @@ class Late:
 
     def explore(self, obs, step):
         self.flush()
-        return self.verbs.explore(obs, step)
+        return self.learner.explore(obs, step)
 
-    def update(self, k, delayed):
+    def update(self, k, policy_step):
         self.flush()
-        self.verbs.update(k, delayed)
+        self.learner.update(k, policy_step)
 
 
 def test_episodes_under_way_are_relabelled_as_if_nothing_had_happened(tmp_path):
-    knobs = {"relabel": 3, "num_envs": 2, "normalize_obs": "on"}
-    whole = play(tmp_path / "whole", Reach, (3, 5), (), **knobs)
-    assert whole == play(tmp_path / "parts", Reach, (3, 5), (150, 333, 1, 405), **knobs)
+    settings = {"her": 3, "num_envs": 2, "normalize_obs": "on"}
+    whole = play(tmp_path / "whole", Reach, (3, 5), (), **settings)
+    assert whole == play(tmp_path / "parts", Reach, (3, 5), (150, 333, 1, 405), **settings)
 
 
 @pytest.mark.parametrize("buffer_size", [40, 1000])
 @pytest.mark.parametrize("encoder", ["critic", "separate"])
 def test_frames_are_kept_as_rows_are(encoder, buffer_size, tmp_path):
     # With room for 40 rows, frames are overwritten too, and with them rows that need them.
-    knobs = {"num_envs": 2, "n_step": 2, "normalize_obs": "on", "steps": 200, "updates_per_step": 0.3}
-    knobs |= {"encoder": encoder, "buffer_size": buffer_size, "augment": "on"}
-    whole = play(tmp_path / "whole", Dot, (3, 5), (), **knobs)
-    assert whole == play(tmp_path / "parts", Dot, (3, 5), (50, 63, 1, 105), **knobs)
+    settings = {"num_envs": 2, "n_step": 2, "normalize_obs": "on", "steps": 200, "updates_per_step": 0.3}
+    settings |= {"encoder": encoder, "buffer_size": buffer_size, "augment": "on"}
+    whole = play(tmp_path / "whole", Dot, (3, 5), (), **settings)
+    assert whole == play(tmp_path / "parts", Dot, (3, 5), (50, 63, 1, 105), **settings)
 
 
 def test_old_segments_are_put_together(tmp_path, monkeypatch):
-    knobs = {"checkpoint_every": "20", "num_envs": 2, "updates_per_step": 0.2}
-    whole = play(tmp_path / "whole", Dot, (3, 5), (), **knobs)
+    settings = {"checkpoint_every": "20", "num_envs": 2, "updates_per_step": 0.2}
+    whole = play(tmp_path / "whole", Dot, (3, 5), (), **settings)
     monkeypatch.setattr(checkpoints_room, "MOST_SEGMENTS", 4)
-    assert whole == play(tmp_path / "parts", Dot, (3, 5), (40, 60), **knobs)
+    assert whole == play(tmp_path / "parts", Dot, (3, 5), (40, 60), **settings)
     assert len(list((tmp_path / "parts" / "replay").glob("*.safetensors"))) <= 7
     monkeypatch.setattr(checkpoints_room, "LARGE", 20_000)  # not so many bytes at once
-    assert whole == play(tmp_path / "small", Dot, (3, 5), (40, 60), **knobs)
+    assert whole == play(tmp_path / "small", Dot, (3, 5), (40, 60), **settings)
     assert len(list((tmp_path / "small" / "replay").glob("*.safetensors"))) > 7
 
 
 def test_what_waits_to_be_stored_is_saved_too(tmp_path, monkeypatch):
-    knobs = {"overlap": "on"}
-    whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **knobs)
+    settings = {"overlap": "on"}
+    whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **settings)
     monkeypatch.setattr(sys.modules[__name__], "accelerate", lambda *arguments: Late(accelerate_as_it_is(*arguments)))
-    assert whole == play(tmp_path / "parts", "Pendulum-v1", (3, 5), (237, 31), **knobs)
+    assert whole == play(tmp_path / "parts", "Pendulum-v1", (3, 5), (237, 31), **settings)
 
 
 accelerate_as_it_is = accelerate
@@ -178,14 +178,14 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
     run = Run(tmp_path)
     run.begin({**MINIMAL, "seeds": [3]})
     with closing(state.envs), closing(Checkpoints(run, {})) as checkpoints:
-        checkpoints.save(0, states.saved(state), state.memory)
+        checkpoints.save(0, run_state.saved(state), state.memory)
         checkpoints.wait()
         first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()
         state.obs += 1
-        checkpoints.save(0, states.saved(state), state.memory)
+        checkpoints.save(0, run_state.saved(state), state.memory)
         checkpoints.wait()
         assert (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes() == first
-        found = checkpoints.newest(state.memory, states.most_state(state))
+        found = checkpoints.newest(state.memory, run_state.most_state(state))
         assert found.state_file == "state-2.safetensors"
 
 
@@ -194,8 +194,8 @@ def names_of_state():
     for env in ("Pendulum-v1", Dot):
         state, _ = begin(env, (3,), n_step=3, normalize_obs="on")
         state.envs.close()
-        names |= {name for name in states.saved(state) if "eye" not in name or env != Dot}
-    return sorted(names | {"playing.actor.w1", "playing.critic.w1", "playing.lens.shift"})
+        names |= {name for name in run_state.saved(state) if "encoder" not in name or env != Dot}
+    return sorted(names | {"pending_eval.actor.w1", "pending_eval.critic.w1", "pending_eval.normalizer.shift"})
 
 
 UNDISTURBED = {}  # what runs come to that are not stopped: the same for most of the names
@@ -208,68 +208,68 @@ def no_processes(monkeypatch):
     def refuse(*_, **__):
         raise OSError
 
-    monkeypatch.setattr("t3d.beside.with_pipe", refuse)
+    monkeypatch.setattr("t3d.evaluate.async_evaluator.with_pipe", refuse)
 
 
 @pytest.mark.filterwarnings("ignore:there is no process for evaluations")
 @pytest.mark.parametrize("beside", ["on", "off"])
 def test_rows_keep_their_order_wherever_a_run_is_stopped(beside, tmp_path, no_processes):
-    knobs = {"eval_beside": beside, "steps": 16, "eval_every": 6, "log_every": 4, "random_steps": 6}
-    whole = play(tmp_path / "whole", Counter, (3,), (), **knobs)
+    settings = {"async_eval": beside, "steps": 16, "eval_every": 6, "log_every": 4, "random_steps": 6}
+    whole = play(tmp_path / "whole", Counter, (3,), (), **settings)
     for after in range(0, 75, 1 if beside == "on" else 4):  # "stop?" is not asked more often
-        assert play(tmp_path / str(after), Counter, (3,), (after,), **knobs) == whole, after
+        assert play(tmp_path / str(after), Counter, (3,), (after,), **settings) == whole, after
 
 
 @pytest.mark.filterwarnings("ignore:there is no process for evaluations")
 @pytest.mark.parametrize("name", names_of_state())
 def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
-    knobs = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
+    settings = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
     env, stop = "Pendulum-v1", 300
     if name == "earned":
-        knobs["update_after"] = "episode"  # otherwise it follows from the step
-    if name.startswith("playing."):
-        knobs |= {"eval_beside": "on", "eval_values": "on", "gamma": 0.9}
-    if name == "history":
-        env, stop, knobs = Reach, 184, {**knobs, "n_step": 1, "relabel": 2}  # in the middle of an episode
+        settings["train_freq"] = "episode"  # otherwise it follows from the step
+    if name.startswith("pending_eval."):
+        settings |= {"async_eval": "on", "eval_values": "on", "gamma": 0.9}
+    if name == "episode_rows":
+        env, stop, settings = Reach, 184, {**settings, "n_step": 1, "her": 2}  # in the middle of an episode
     if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
-        env, knobs = Dot, {**knobs, "buffer_size": 40}
+        env, settings = Dot, {**settings, "buffer_size": 40}
     if name in ("seeds", "memory.stored", "memory.framed", "memory.modulus"):
         # The first is told from the run, the next two from the segments: they are checked, not taken. The last is for
         # runs that are made longer.
         pytest.skip("it is known from elsewhere too")
-    case = (env, *sorted(knobs.items()))
+    case = (env, *sorted(settings.items()))
     if case not in UNDISTURBED:
-        UNDISTURBED[case] = play(tmp_path / "whole", env, (3,), (), **knobs)
+        UNDISTURBED[case] = play(tmp_path / "whole", env, (3,), (), **settings)
     try:
-        parts = play(tmp_path / "parts", env, (3,), (stop,), forget=name, **knobs)
+        parts = play(tmp_path / "parts", env, (3,), (stop,), forget=name, **settings)
     except (t3d.T3DError, IndexError, RuntimeError):
         return  # noticed even before the end
     assert UNDISTURBED[case] != parts
 
 
 @pytest.mark.parametrize(
-    ("played", "sentence"),
+    ("saved", "sentence"),
     [
-        (None, "played is missing"),
-        (torch.zeros(()), "played has the shape"),
-        (torch.zeros(4, 1, 2, 9), "played has the shape"),
+        (None, "episode_actions is missing"),
+        (torch.zeros(()), "episode_actions has the shape"),
+        (torch.zeros(4, 1, 2, 9), "episode_actions has the shape"),
     ],
 )
-def test_a_state_of_another_shape_is_refused_with_a_sentence(played, sentence, tmp_path):
+def test_a_state_of_another_shape_is_refused_with_a_sentence(saved, sentence, tmp_path):
     state, config = begin("Pendulum-v1", (3,), num_envs=2)
     with closing(state.envs):
-        given = {name: tensor.clone() for name, tensor in states.saved(state).items() if name != "played"}
-        given |= {} if played is None else {"played": played}
+        given = {name: tensor.clone() for name, tensor in run_state.saved(state).items() if name != "episode_actions"}
+        given |= {} if saved is None else {"episode_actions": saved}
         with pytest.raises(t3d.T3DError, match=sentence):
-            states.restore(state, given, tmp_path, config)
+            run_state.restore(state, given, tmp_path, config)
 
 
 @pytest.mark.parametrize("env", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5", "Humanoid-v5"])
 def test_mujoco_tasks_come_back_to_where_they_were(env, tmp_path):
     pytest.importorskip("mujoco")
-    knobs = {"num_envs": 2, "steps": 120, "eval_every": 1000}
-    whole = play(tmp_path / "whole", env, (0,), (), **knobs)
-    assert whole == play(tmp_path / "parts", env, (0,), (90, 1100), **knobs)
+    settings = {"num_envs": 2, "steps": 120, "eval_every": 1000}
+    whole = play(tmp_path / "whole", env, (0,), (), **settings)
+    assert whole == play(tmp_path / "parts", env, (0,), (90, 1100), **settings)
 
 
 def test_an_environment_that_does_not_come_back_is_cut(tmp_path, capsys):
@@ -420,13 +420,13 @@ def test_a_small_disk_that_fills_up(tmp_path):
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("a small disk cannot be mounted here")
-    knobs = {**SMALL, "steps": 1500, "checkpoint_every": "100"}
+    settings = {**SMALL, "steps": 1500, "checkpoint_every": "100"}
     try:
         with pytest.raises(t3d.T3DError, match="No space left on device"):
-            t3d.train("Pendulum-v1", out=disk / "run", **{**knobs, "hidden": (32, 32)})
+            t3d.train("Pendulum-v1", out=disk / "run", **{**settings, "hidden": (32, 32)})
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
         t3d.resume(disk / "run", progress=False)
-        whole = t3d.train("Pendulum-v1", out=tmp_path / "whole", **{**knobs, "hidden": (32, 32)})
+        whole = t3d.train("Pendulum-v1", out=tmp_path / "whole", **{**settings, "hidden": (32, 32)})
         assert end_of(disk / "run") == end_of(whole.path)
     finally:
         subprocess.run(["umount", disk], check=True)

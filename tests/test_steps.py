@@ -13,7 +13,7 @@ from t3d.replay import Replay
 from t3d.rng import Purpose
 
 OBS, ACTION, BATCH = 4, 2, 16
-KNOBS = steps.Knobs(actor_lr=1e-3, critic_lr=1e-3)
+KNOBS = steps.Hyperparameters(actor_lr=1e-3, critic_lr=1e-3)
 
 
 def new_agent(seeds=(0,), dtype=torch.float64):
@@ -35,10 +35,10 @@ def filled_memory(seeds=(0,), rows=200, dtype=torch.float64):
     return memory
 
 
-def train(agent, memory, updates, knobs=KNOBS):
+def train(agent, memory, updates, hp=KNOBS):
     done = int(agent.updates[0])
     for update in range(done + 1, done + updates + 1):
-        metrics = agents.update(agent, memory, BATCH, knobs, delayed=update % knobs.policy_delay == 0)
+        metrics = agents.update(agent, memory, BATCH, hp, policy_step=update % hp.policy_delay == 0)
     return metrics
 
 
@@ -73,7 +73,7 @@ def test_step_6_noise_is_clipped_then_the_action():
 
 def test_step_8_keeps_the_smaller_of_each_pair():
     q = torch.tensor([[[1.0, 5.0, -3.0]], [[2.0, 4.0, -4.0]]])
-    assert steps.smaller(q).tolist() == [[1.0, 4.0, -4.0]]
+    assert steps.min_q(q).tolist() == [[1.0, 4.0, -4.0]]
 
 
 def test_step_9_nothing_follows_termination():
@@ -125,11 +125,11 @@ def test_step_13_goes_up_the_first_critic():
 def test_steps_13_to_15_wait_for_every_second_update():
     agent, memory = new_agent(), filled_memory()
     before = snapshot(agent)
-    delayed = {"actor", "actor_adam", "target_actor", "target_critic"}
+    policy_step = {"actor", "actor_adam", "target_actor", "target_critic"}
     for update in range(1, 7):
         train(agent, memory, 1)
         moved = changed(before, agent)
-        assert moved & delayed == (delayed if update % 2 == 0 else set()), update
+        assert moved & policy_step == (policy_step if update % 2 == 0 else set()), update
         before = snapshot(agent)
     assert agent.updates.tolist() == [6] and agent.actor_adam.count.tolist() == [3]
 
@@ -156,7 +156,7 @@ def test_metrics_are_those_of_the_update():
     agent, memory = new_agent((0, 1)), filled_memory((0, 1))
     bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (BATCH,))
     batch = memory.sample(bits, KNOBS.gamma)
-    q = steps.both_values(agent.critic, batch.obs, batch.action)
+    q = steps.q_values(agent.critic, batch.obs, batch.action)
     metrics = train(agent, memory, 1)
     assert metrics.keys() == {"critic_loss", "q_mean"} and metrics["critic_loss"].shape == (2,)
     torch.testing.assert_close(metrics["q_mean"], q.mean((0, 2)))

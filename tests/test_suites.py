@@ -6,7 +6,7 @@ import pytest
 
 import t3d
 from t3d.cli import main
-from t3d.envs import open_source
+from t3d.envs import env_factory
 
 KNOBS = {
     "hidden": (16, 16),
@@ -30,7 +30,7 @@ KNOBS = {
 def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(t3d.T3DError, match=rf"there is no module {module} to import. .*pip install 't3d\[{extra}\]'"):
-        open_source(env).batch(1, lambda env, episode: 0)
+        env_factory(env).batch(1, lambda env, episode: 0)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_tasks_of_an_extra_train_and_come_back(env, module, extra, tmp_path):
 
 
 def test_a_pool_cannot_be_taken_apart():
-    source = open_source("envpool/HalfCheetah-v5")
+    source = env_factory("envpool/HalfCheetah-v5")
     with pytest.raises(t3d.T3DError, match="come in pools"):
         source.one()
     with pytest.raises(t3d.T3DError, match="leave out --workers and --pixels"):

@@ -13,7 +13,7 @@ import torch
 from counter import Ids, fate
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from t3d.envs import open_source
+from t3d.envs import env_factory
 from t3d.nstep import NStep
 from t3d.replay import Replay
 
@@ -28,14 +28,14 @@ def episode_seed(env, episode):
 
 def open_kind(kind, count):
     if kind == "in process":
-        return open_source(Ids).batch(count, episode_seed)
+        return env_factory(Ids).batch(count, episode_seed)
     if "workers" in kind:
-        return open_source(Ids, {"mortal": kind == "mortal workers"}).batch(count, episode_seed, min(count, 4))
+        return env_factory(Ids, {"mortal": kind == "mortal workers"}).batch(count, episode_seed, min(count, 4))
     mode = {"next step": AutoresetMode.NEXT_STEP, "same step": AutoresetMode.SAME_STEP}.get(
         kind, AutoresetMode.DISABLED
     )
     vector = SyncVectorEnv([Ids] * count, autoreset_mode=mode)
-    return open_source(vector).training_batch(count, episode_seed)
+    return env_factory(vector).training_batch(count, episode_seed)
 
 
 def play(kind, count, n, transitions):

@@ -13,8 +13,8 @@ import pytest
 from counter import Counter
 
 import t3d
-from t3d import T3DError, training
-from t3d.envs import open_source
+from t3d import T3DError, trainer
+from t3d.envs import env_factory
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def workers():
     """Opens a batch of workers and closes it after the test."""
     opened = []
 
-    def open_batch(count=3, workers=3, stall_seconds=20.0, **args):
-        source = open_source(Counter, args)
-        opened.append(source.batch(count, lambda env, episode: 100 * env + episode, workers, stall_seconds))
+    def open_batch(count=3, workers=3, worker_timeout=20.0, **args):
+        source = env_factory(Counter, args)
+        opened.append(source.batch(count, lambda env, episode: 100 * env + episode, workers, worker_timeout))
         return opened[-1]
 
     yield open_batch
@@ -37,7 +37,7 @@ def act(*actions):
 
 
 def test_workers_do_what_one_process_does(workers):
-    far, near = workers(count=5, workers=2), open_source(Counter).batch(5, lambda env, episode: 100 * env + episode)
+    far, near = workers(count=5, workers=2), env_factory(Counter).batch(5, lambda env, episode: 100 * env + episode)
     assert (far.reset() == near.reset()).all()
     for _ in range(25):
         ours, theirs = far.step(np.zeros((5, 1))), near.step(np.zeros((5, 1)))
@@ -48,7 +48,7 @@ def test_workers_do_what_one_process_does(workers):
 
 @pytest.mark.parametrize("trouble", ["dies", "hangs"])
 def test_a_lost_worker_is_replaced_and_its_episode_ends(workers, trouble):
-    batch = workers(trouble=trouble, stall_seconds=1.0)
+    batch = workers(trouble=trouble, worker_timeout=1.0)
     batch.reset()
     batch.step(act(0, 0, 0))
     moved = batch.step(act(0, 1, 0))
@@ -107,23 +107,23 @@ def test_a_run_survives_its_workers(tmp_path, monkeypatch):
 
 def survive(tmp_path, monkeypatch, kills, hangs):
     """Killed and stopped at random steps, a run trains to its end and has counted every loss."""
-    source, collect = np.random.default_rng(0), training.collect
+    source, collect = np.random.default_rng(0), trainer.collect
     moments = source.choice(np.arange(20, 980), kills + hangs, replace=False).tolist()
     when = dict(zip(moments, [True] * kills + [False] * hangs, strict=True))
     done, seen = [], []
 
-    def collect_and_kill(state, action, config, verbs):
+    def collect_and_kill(state, action, config, learner):
         if state.step // 2 in when and state.step // 2 not in done:
             done.append(state.step // 2)
             worker = state.envs._workers[len(done) % 2]
             os.kill(worker.process.pid, signal.SIGKILL if when[state.step // 2] else signal.SIGSTOP)
-        rows = collect(state, action, config, verbs)
+        rows = collect(state, action, config, learner)
         seen.append((state.envs.lost, int(state.memory.stored.sum()), state.memory))
         return rows
 
-    monkeypatch.setattr(training, "collect", collect_and_kill)
+    monkeypatch.setattr(trainer, "collect", collect_and_kill)
     run = t3d.train(
-        Counter, steps=2000, out=tmp_path / "run", workers=2, num_envs=2, stall_seconds=1.0, random_steps=50,
+        Counter, steps=2000, out=tmp_path / "run", workers=2, num_envs=2, worker_timeout=1.0, random_steps=50,
         hidden=(8, 8), batch_size=8, eval_episodes=1, device="cpu", progress=False,
     )  # fmt: skip
     lost, stored, memory = seen[-1]

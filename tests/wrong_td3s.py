@@ -20,8 +20,8 @@ FAST_TESTS = [f"tests/test_{name}.py" for name in ("steps", "networks", "optim",
 
 STEPS, NETWORKS, OPTIM = "steps.py", "networks.py", "optim.py"
 DELAYED_TARGETS = """
-        update_target_actor(agent, knobs.tau)  # [step 14]
-        update_target_critic(agent, knobs.tau)  # [step 15]
+        update_target_actor(agent, options.tau)  # [step 14]
+        update_target_critic(agent, options.tau)  # [step 15]
 """
 BEFORE_STEP_12 = "    metrics = update_critic("
 NO_SMOOTHING = (STEPS, "(scale * noise).clamp(-clip, clip)", "0 * noise")
@@ -43,7 +43,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
             "after, terminated | truncated, truncated, valid)",
         )
     ],
-    "target from the online critics": [(STEPS, "both_values(agent.target_critic,", "both_values(agent.critic,")],
+    "target from the online critics": [(STEPS, "q_values(agent.target_critic,", "q_values(agent.critic,")],
     "only one critic trained": [(STEPS, ".mean(-1).sum(0)", ".mean(-1)[0]")],
     "identical twins": [
         (

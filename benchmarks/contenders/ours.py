@@ -4,11 +4,11 @@ import sys
 
 from serving import BATCH, BUFFER, HIDDEN, LEARNING_STARTS, serve
 
-from t3d import states, training
-from t3d.accelerate import accelerate, hardware
-from t3d.config import Config, settle
+from t3d import run_state, trainer
+from t3d.config import Config, resolve
 from t3d.display import Display
-from t3d.envs import open_source
+from t3d.envs import env_factory
+from t3d.learners import accelerate, hardware
 
 
 def main(mode, precision, seeds, env):
@@ -22,19 +22,19 @@ def main(mode, precision, seeds, env):
         precision=precision,
         device="cpu",
     )
-    config = settle(config, "td3", env, int(seeds))
-    state = states.begin(open_source(env), list(range(int(seeds))), config)
+    config = resolve(config, "td3", env, int(seeds))
+    state = run_state.begin(env_factory(env), list(range(int(seeds))), config)
     display = Display(config.steps, state.seeds, quiet=True)
     with hardware(config.threads, config.precision):
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
 
         def take_steps(n):
             for _ in range(n):
-                training.turn(state, config, verbs)
-                training.learn_owed(state, config, verbs)
+                trainer.turn(state, config, learner)
+                trainer.learn_owed(state, config, learner)
                 display.advance(state.step)
                 if state.step % config.log_every == 0:
-                    training.training_rows(state, config, 0.0)
+                    trainer.training_rows(state, config, 0.0)
 
         serve(take_steps, threads=config.threads)
 

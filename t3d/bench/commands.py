@@ -79,14 +79,14 @@ def returns(command: Returns) -> None:
     tasks = tasks_of(command.suite, command.only, command.version)
     given: dict[str, Any] = {"steps": command.steps, "eval_every": command.eval_every, "device": command.device}
     given["precision"] = None if command.precision == "auto" else command.precision
-    knobs = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in given.items() if value is not None}
     seeds = SUITES[command.suite].seeds if command.seeds is None else command.seeds
     console = open_console()
 
     def say(sentence: str) -> None:
         console.print(sentence)
 
-    train_suite(tasks, seeds, knobs, command.out, command.runs, say)
+    train_suite(tasks, seeds, settings, command.out, command.runs, say)
     _print_tables({command.suite: read_results(command.out)[command.suite]})
 
 

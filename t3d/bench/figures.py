@@ -71,7 +71,9 @@ def values(results: Sequence["Result"]) -> Figure:
     for ax, env in zip(axes, envs, strict=True):
         for result in (result for result in shown if result.env == env):
             assert result.values is not None
-            for numbers, style, word in zip(result.values, ("-", ":"), ("expected", "came"), strict=True):
+            for numbers, style, word in zip(
+                result.values, ("-", ":"), ("q_predicted", "discounted_return"), strict=True
+            ):
                 known = ~np.isnan(numbers).all(0)  # of no seed in the first evaluations, perhaps
                 mean = np.nanmean(numbers[:, known], 0)
                 steps = np.array(result.steps)[known]
@@ -105,6 +107,6 @@ def _finish(ax: Any, title: str) -> None:
 def save(figure: Figure, path: Path, source: str) -> Path:
     """A PNG that says what it was made from."""
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110, metadata={"Software": None, "Source": source})
+    figure.savefig(image, format="png", dpi=110, metadata={"Software": None, "EnvFactory": source})
     files.write_bytes(path, image.getvalue())
     return path

@@ -21,7 +21,7 @@ RESULTS, RUNS = Path("benchmarks/results/returns"), Path("runs/bench")
 def train_suite(
     tasks: Sequence[Task],
     seeds: int,
-    knobs: dict[str, Any],
+    settings: dict[str, Any],
     results: Path,
     runs: Path,
     say: Callable[[str], None],
@@ -37,24 +37,24 @@ def train_suite(
             seen = f"{len(there['seeds'])} seeds and {there['steps'][-1]:,} steps"
             say(f"{path} is there already, with {seen}: left alone.")
         else:
-            run, seconds = _trained(task, seeds, knobs, runs, progress)
+            run, seconds = _trained(task, seeds, settings, runs, progress)
             files.write_bytes(path, _compact(_result(task, run, seconds)).encode())
             say(f"{task.name}: written to {path}")
         spent += files.read_json(path)["wall_seconds"]
     say(f"{len(tasks)} tasks, {spent / 60:.1f} minutes in all.")
 
 
-def _trained(task: Task, seeds: int, knobs: dict[str, Any], runs: Path, progress: bool) -> tuple[Run, float]:
+def _trained(task: Task, seeds: int, settings: dict[str, Any], runs: Path, progress: bool) -> tuple[Run, float]:
     """The finished run and the seconds it took, over all the times it was taken up."""
     folder = runs / task.name
     clock = Clock(runs / f"{task.name}.clock.json", folder / "metrics.jsonl")
-    given = {**task.knobs, **knobs}
+    given = {**task.settings, **settings}
     if (folder / "config.json").exists():
         _refuse_other(Run.open(folder), seeds, given)
         run = api.resume(folder, progress=progress)
     else:
         fast = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-        given.setdefault("precision", "tf32" if fast and knobs.get("device") != "cpu" else "fp32")
+        given.setdefault("precision", "tf32" if fast and settings.get("device") != "cpu" else "fp32")
         run = api.train(task.env, seeds=seeds, out=folder, preset=task.preset, progress=progress, **given)
     return run, clock.seconds()
 
@@ -108,8 +108,8 @@ def _result(task: Task, run: Run, seconds: float) -> dict[str, Any]:
         "hardware": this_machine(),
         "wall_seconds": seconds,
     }
-    if "expected" in rows[0]:
-        for name in ("expected", "came"):
+    if "q_predicted" in rows[0]:
+        for name in ("q_predicted", "discounted_return"):
             result[name] = [_rounded([row[name] for row in rows]) for rows in of_seed.values()]
     return result
 

@@ -17,7 +17,7 @@ class Task:
 
     suite: SuiteName
     env: str
-    knobs: dict[str, Any]
+    settings: dict[str, Any]
     variant: str = ""
     preset: Preset = "td3"
 
@@ -80,9 +80,9 @@ SUITES: dict[SuiteName, Suite] = {
     "ablation": Suite(
         "TD3 without each of its three ideas, and without all of them.",
         tuple(
-            Task("ablation", f"{name}-v5", {**_ABLATION, **knobs}, variant)
+            Task("ablation", f"{name}-v5", {**_ABLATION, **settings}, variant)
             for name in ("Hopper", "Walker2d", "HalfCheetah", "Ant")
-            for variant, knobs in {"td3": {}, **VARIANTS}.items()
+            for variant, settings in {"td3": {}, **VARIANTS}.items()
         ),
         seeds=10,
     ),
@@ -105,7 +105,7 @@ SUITES: dict[SuiteName, Suite] = {
 def tasks_of(suite: SuiteName, only: Sequence[str] = (), version: Version = "v5") -> list[Task]:
     """The tasks of a suite, or those whose names begin with one of `only`, on a version of Gymnasium's tasks."""
     tasks = [
-        Task(t.suite, t.env.replace("-v5", f"-{version}"), t.knobs, t.variant, t.preset) for t in SUITES[suite].tasks
+        Task(t.suite, t.env.replace("-v5", f"-{version}"), t.settings, t.variant, t.preset) for t in SUITES[suite].tasks
     ]
     for word in only:
         if not any(_called(task, word) for task in tasks):

@@ -14,11 +14,11 @@ from t3d import files
 from t3d.bench import figures
 from t3d.bench.suites import ABLATION, LATER, PAPER, SUITES, SuiteName, Version, tasks_of
 from t3d.errors import T3DError
-from t3d.evaluation import best_mean, interquartile_mean, interval, last_mean
+from t3d.evaluate.statistics import best_mean, interquartile_mean, interval, last_mean
 from t3d.files import Folder
 
 MOST_SEEDS = 1_000  # of a task: intervals draw them again ten thousand times
-Rows = list[tuple[str, ...]]  # the first one is the head
+Transitions = list[tuple[str, ...]]  # the first one is the head
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_result(folder: Folder, name: str) -> Result:
     try:
         returns = np.array(values["returns"], float)
         config = values["config"]
-        pair = [np.array(values[key], float) for key in ("expected", "came") if key in values]
+        pair = [np.array(values[key], float) for key in ("q_predicted", "discounted_return") if key in values]
         result = Result(
             name=path.stem,
             suite=values["suite"],
@@ -113,11 +113,11 @@ def _check(result: Result) -> None:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def returns_table(results: Sequence[Result]) -> Rows:
+def returns_table(results: Sequence[Result]) -> Transitions:
     """Each task once: highest mean, end, last ten, and beside a suite as long as the paper's what the paper has."""
     with_paper = any(result.suite == "paper" for result in results)
     head = ("task", "seeds", "highest mean ± sd", "at the end", "last ten", "IQM of the last ten, 95 %")
-    rows: Rows = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
+    rows: Transitions = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
     for result in results:
         curves = result.curves
         best, mean, deviation = best_mean(curves)
@@ -166,11 +166,11 @@ def overall(results: Sequence[Result]) -> str | None:
     )
 
 
-def ablation_table(results: Sequence[Result]) -> Rows:
+def ablation_table(results: Sequence[Result]) -> Transitions:
     """Tasks by variants: the mean of the last ten evaluations with its interval, and the paper's."""
     envs = {result.env: result.task for result in results}
     variants = list(dict.fromkeys(result.variant for result in results))
-    rows: Rows = [("task", *(title(variant) for variant in variants))]
+    rows: Transitions = [("task", *(title(variant) for variant in variants))]
     by = {(result.env, result.variant): result for result in results}
     for env, task in envs.items():
         cells, papers = [], []
@@ -234,7 +234,7 @@ def number(x: float) -> str:
 # -------------------------------------------------------------------------------------------- terminal and docs
 
 
-def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Rows, list[str]]]:
+def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Transitions, list[str]]]:
     """For each suite: its title, its table, and sentences below."""
     parts = []
     for suite, found in results.items():

@@ -16,7 +16,7 @@ is a function of its seeds and its actions. Observations and rewards that are no
 """
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import EnvBatch, Moved
-from t3d.envs.source import Maker, Source, open_source, refuse_paths
+from t3d.envs.batch import EnvBatch, StepResult
+from t3d.envs.factory import EnvFactory, Maker, env_factory, refuse_paths
 
-__all__ = ["ActionRange", "EnvBatch", "Maker", "Moved", "Source", "open_source", "refuse_paths"]
+__all__ = ["ActionRange", "EnvBatch", "EnvFactory", "Maker", "StepResult", "env_factory", "refuse_paths"]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from t3d.envs.actions import ActionRange
 from t3d.errors import T3DError
 from t3d.layout import Layout
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -45,11 +45,11 @@ class EnvError(T3DError):
         # For whoever knows that to fill in: which seed's environment it is, and whether it played in an evaluation.
         self.place, self.in_evaluation = "", False
         # Of a step that went well, where only the reset after it failed: what came of it, and its rows of metrics.
-        self.moved: Moved | None = None
+        self.moved: StepResult | None = None
         self.rows: list[dict[str, Any]] = []
 
 
-class Moved(NamedTuple):
+class StepResult(NamedTuple):
     """What one step of N environments gives."""
 
     obs: Floats
@@ -74,7 +74,7 @@ class EnvBatch(Protocol):
     actions: ActionRange
     together: bool  # whether they can only move all at once, those that are not active too
     longest_episode: int | None  # steps after which an episode is cut; None where that is not known
-    sight: Sight | None  # how its observations are put together, where they have pictures
+    frame_stack: FrameStack | None  # how its observations are put together, where they have images
     cut_failures: bool  # end the episode of an environment that fails in a step, instead of raising EnvError
     skip_losses: bool  # leave one alone whose process ends again and again in its reset, instead of raising EnvError
 
@@ -117,14 +117,16 @@ class EnvBatch(Protocol):
         """The first observations of episode 0 of each, or of the `episodes` named."""
         ...
 
-    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
-        """Rows that are not `active` stand still and come back as not valid."""
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
+        """Transitions that are not `active` stand still and come back as not valid."""
         ...
 
     def close(self) -> None: ...
 
 
-def unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> EnvError | None:
+def find_nonfinite(
+    where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None
+) -> EnvError | None:
     """The first observation or reward that is not a finite number, by name: nothing could be learned from it."""
     flat = obs.ravel()
     with np.errstate(all="ignore"):
@@ -141,7 +143,7 @@ def unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.flo
     return EnvError(f"{where(row)}: {what}; nothing can be learned from that.", index=row)
 
 
-def refuse_unlearnable(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
+def refuse_nonfinite(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
     """Raise it, if there is one."""
-    if failure := unlearnable(where, obs, reward):
+    if failure := find_nonfinite(where, obs, reward):
         raise failure

@@ -6,11 +6,11 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from t3d.envs.source import Source
+from t3d.envs.factory import EnvFactory
 from t3d.layout import Layout, flatten
 
 
-def first_difference(source: Source, steps: int, count: int = 3) -> tuple[str, int]:
+def first_difference(source: EnvFactory, steps: int, count: int = 3) -> tuple[str, int]:
     """Random actions on both: where they first differ, or nothing; and how many episodes ended on the way."""
     envs = source.batch(count, _episode_seed)
     theirs, episodes, ends = [source.one() for _ in range(count)], [0] * count, 0

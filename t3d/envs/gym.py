@@ -15,20 +15,20 @@ from t3d.envs.batch import (
     EpisodeSeed,
     Flags,
     Floats,
-    Moved,
-    refuse_unlearnable,
+    StepResult,
+    refuse_nonfinite,
 )
 from t3d.envs.slots import Lost, Raised, Slot, calling
 from t3d.envs.workers import Worker, close_all
 from t3d.errors import T3DError, shortened, shown
 from t3d.layout import Layout, describe, flatten, size
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
 
 
 class GymBatch:
     """N Gymnasium environments, each in its slot."""
 
-    sight: Sight | None = None
+    frame_stack: FrameStack | None = None
     together = False
 
     def __init__(
@@ -71,7 +71,7 @@ class GymBatch:
         self._obs = self._reset([*range(self.count)], self._obs)
         return self._obs.copy()
 
-    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         to_env = self.actions.to_env(np.asarray(actions))
         reward = np.zeros(self.count)
         terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
@@ -108,9 +108,9 @@ class GymBatch:
                 self._remake(failure)
             self._obs = self._reset(ended, final_obs) if ended else final_obs.copy()
         except EnvError as failure:
-            failure.moved = Moved(final_obs.copy(), reward, terminated, truncated, final_obs, valid)
+            failure.moved = StepResult(final_obs.copy(), reward, terminated, truncated, final_obs, valid)
             raise
-        return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
+        return StepResult(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -183,7 +183,7 @@ class GymBatch:
             raise self._wrong(i, f"the observation is not in {space}: {shortened(str(what), 500)}") from problem
         with np.errstate(over="ignore"):
             obs: Floats = given.astype(np.float32)
-        refuse_unlearnable(lambda _: self._where(i), obs[None])
+        refuse_nonfinite(lambda _: self._where(i), obs[None])
         return obs
 
     def _checked_reward(self, i: int, raw: Any) -> float:
@@ -192,7 +192,7 @@ class GymBatch:
         if given.size != 1 or given.dtype.kind not in "biuf":
             raise self._wrong(i, f"the reward is {shown(raw)}, not a number")
         reward = float(given.reshape(()))
-        refuse_unlearnable(lambda _: self._where(i), self._obs[:0], np.array([reward]))
+        refuse_nonfinite(lambda _: self._where(i), self._obs[:0], np.array([reward]))
         return reward
 
     def _flag(self, i: int, name: str, raw: Any) -> bool:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, Moved, unlearnable
+from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, StepResult, find_nonfinite
 from t3d.envs.mujoco_tasks import TASKS, Array, Simulations
 from t3d.envs.slots import close_env
 from t3d.layout import describe, size
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
 
 
 class Many:
@@ -96,7 +96,7 @@ class One:
 class MujocoBatch:
     """N copies of a MuJoCo task, stepped together."""
 
-    sight: Sight | None = None
+    frame_stack: FrameStack | None = None
     together = False
     lost = 0
     skip_losses = False
@@ -156,7 +156,7 @@ class MujocoBatch:
         self._sims.place(i, data.qpos, data.qvel)
         self._obs[i] = obs
 
-    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         sims, task = self._sims, self._task
         played: Floats = self.actions.to_env(actions)
         self.failures.clear()
@@ -174,9 +174,9 @@ class MujocoBatch:
             now = self._now
             on_time = sims.total_time() > (now * self.count - self._all_began - 0.5) * sims.dt
             if on_time and now < self._soonest and not (task.ends and np.count_nonzero(terminated)):
-                if (failure := unlearnable(self._where, obs)) is None:  # the reward is made of the same numbers
+                if (failure := find_nonfinite(self._where, obs)) is None:  # the reward is made of the same numbers
                     self._obs = obs
-                    return Moved(obs, reward, self._no, self._no, obs, self._yes)
+                    return StepResult(obs, reward, self._no, self._no, obs, self._yes)
                 if not self.cut_failures:
                     raise self._with_action(failure, played)
         return self._ended(obs, reward, terminated, self._yes if active is None else active, played)
@@ -187,13 +187,13 @@ class MujocoBatch:
         failure.episode, failure.length = int(self._episode[i]), int(self._length[i])
         return failure
 
-    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags, played: Floats) -> Moved:
+    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags, played: Floats) -> StepResult:
         """The rest of a step in which some episodes end, some simulation broke down, or not all were to move."""
         # A simulation that goes bad begins anew by itself, and its clock with it.
         broke_down = active & (self._sims.clock() < (self._length - 0.5) * self._sims.dt)
         self.cut += int(broke_down.sum())
         valid = active & ~broke_down
-        while failure := unlearnable(self._where, np.where(valid[:, None], obs, 0), np.where(valid, reward, 0)):
+        while failure := find_nonfinite(self._where, np.where(valid[:, None], obs, 0), np.where(valid, reward, 0)):
             if not self.cut_failures:
                 raise self._with_action(failure, played)
             self.failures.append(self._with_action(failure, played))
@@ -207,7 +207,7 @@ class MujocoBatch:
         for i in np.flatnonzero(terminated | truncated):
             self._reset_one(int(i))
         self._count_steps()
-        return Moved(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
+        return StepResult(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def _where(self, i: int) -> str:
         return f"{self.name}, copy {i}, episode {self._episode[i]}, step {self._length[i]}"

@@ -79,7 +79,7 @@ class LocalSlot:
             close_env(self._env)
 
 
-class Machine(gymnasium.Wrapper[Any, Any, Any, Any]):
+class RealEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A real environment: a reset after which nothing was done is not done again, because it may take long there."""
 
     _begun: Any = None

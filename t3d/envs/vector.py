@@ -14,18 +14,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
-from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, Moved, refuse_unlearnable
+from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, StepResult, refuse_nonfinite
 from t3d.envs.gym import as_array, observable
 from t3d.envs.slots import Raised, calling, close_env
 from t3d.errors import T3DError, shown
 from t3d.layout import channels_last, size
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
 
 
 class VectorBatch:
     """All environments of a vector environment."""
 
-    sight: Sight | None = None
+    frame_stack: FrameStack | None = None
     lost = cut = 0
     together = True
     cut_failures = skip_losses = False  # it fails as a whole: nothing can be cut
@@ -59,10 +59,10 @@ class VectorBatch:
         obs, _ = self._pair(self._call("reset", lambda: self._env.reset(seed=seeds)))
         self._ended[:] = False
         self._obs = self._flat(obs)
-        refuse_unlearnable(self._where, self._obs)
+        refuse_nonfinite(self._where, self._obs)
         return self._obs.copy()
 
-    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         # A vector environment moves as a whole: those that are not active play on, and their rows do not count.
         self._steps += 1
         wanted = np.ones(self.count, bool) if active is None else active
@@ -93,10 +93,10 @@ class VectorBatch:
             obs = np.where(ended[:, None], self._flat(fresh), obs)
         reward = np.where(valid, reward, 0.0)
         final_obs = np.where(valid[:, None], final_obs, self._obs)
-        refuse_unlearnable(self._where, final_obs, reward)
-        refuse_unlearnable(self._where, obs)  # of new episodes
+        refuse_nonfinite(self._where, final_obs, reward)
+        refuse_nonfinite(self._where, obs)  # of new episodes
         self._obs = obs
-        return Moved(obs.copy(), reward, terminated & valid, truncated & valid, final_obs, valid)
+        return StepResult(obs.copy(), reward, terminated & valid, truncated & valid, final_obs, valid)
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         try:

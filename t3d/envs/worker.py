@@ -18,7 +18,7 @@ from typing import Any
 
 
 def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
-    """One environment, from an id, its spec, what makes one when called, or itself; with `pixels` it shows pictures."""
+    """One environment, from an id, its spec, what makes one when called, or itself; with `pixels` it shows images."""
     if pixels:
         if not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is first imported
@@ -43,12 +43,12 @@ def of_id(env: Any) -> bool:
 
 
 def rendered(env: Any, pixels: int) -> Any:
-    """The environment with pictures of itself, so many pixels high and wide, in the place of its observations."""
+    """The environment with images of itself, so many pixels high and wide, in the place of its observations."""
     import gymnasium
     import numpy as np
     from PIL import Image
 
-    # Pygame draws for Gymnasium: pictures, no window, and no word of its own.
+    # Pygame draws for Gymnasium: images, no window, and no word of its own.
     for name, value in (("SDL_VIDEODRIVER", "dummy"), ("PYGAME_HIDE_SUPPORT_PROMPT", "1")):
         os.environ.setdefault(name, value)
     with warnings.catch_warnings(), suppress(ImportError):
@@ -61,10 +61,10 @@ def rendered(env: Any, pixels: int) -> Any:
             self.observation_space = gymnasium.spaces.Box(0, 255, (pixels, pixels, 3), np.uint8)
 
         def observation(self, observation: Any) -> Any:
-            picture: Any = self.env.render()
-            if np.ndim(picture) != 3:
-                raise ValueError(f"render() gave {type(picture).__name__}, not a picture")
-            shrunk = Image.fromarray(np.asarray(picture, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
+            image: Any = self.env.render()
+            if np.ndim(image) != 3:
+                raise ValueError(f"render() gave {type(image).__name__}, not a image")
+            shrunk = Image.fromarray(np.asarray(image, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
             return np.asarray(shrunk)
 
     return Rendered(env)

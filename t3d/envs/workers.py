@@ -41,9 +41,9 @@ class Worker:
     """A process with some of the environments."""
 
     def __init__(
-        self, name: str, env: Any, args: dict[str, Any], pixels: int, indices: list[int], stall_seconds: float
+        self, name: str, env: Any, args: dict[str, Any], pixels: int, indices: list[int], worker_timeout: float
     ) -> None:
-        self.name, self.stall_seconds = name, stall_seconds
+        self.name, self.worker_timeout = name, worker_timeout
         self.replaced = 0
         self._deaths: Counter[int | None] = Counter()  # in a row, by the environment in whose call it was
         try:
@@ -99,7 +99,7 @@ class Worker:
         if not self.waiting:
             raise Lost
         try:
-            answer = self._receive(self.stall_seconds)
+            answer = self._receive(self.worker_timeout)
         except Lost:
             self._count_death(self.waiting[0])
             self._launch()

@@ -13,10 +13,10 @@ from typing import IO, Any, Literal, get_args
 
 from t3d import files
 from t3d.config import PRESETS, flag
-from t3d.envs.source import unusual
+from t3d.custom_network import Network
+from t3d.envs.factory import unusual
 from t3d.errors import T3DError, command, plain, shown
 from t3d.files import Folder, Identity
-from t3d.modules import Network
 from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
 from t3d.runs.metrics import Metrics
@@ -34,7 +34,7 @@ OURS = {
 }  # what a run folder holds, and of what kind it is
 LARGEST_SEED = 2**62 - 1
 CHANGEABLE = ("steps", "on_env_error", "max_env_errors")  # settings that `resume` may change
-NOT_KNOBS = (
+NOT_SETTINGS = (
     "format",
     "env",
     "env_args",
@@ -43,7 +43,7 @@ NOT_KNOBS = (
     "seeds",
     "preset",
     "versions",
-)  # what config.json holds beside the knobs
+)  # what config.json holds beside the options
 Which = Literal["best", "last"]
 
 
@@ -297,7 +297,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A config with an environment and seeds that make sense; the knobs are checked where they are used."""
+    """A config with an environment and seeds that make sense; the options are checked where they are used."""
     if values.get("format") != FORMAT:
         raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
     seeds = values.get("seeds")

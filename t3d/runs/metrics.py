@@ -161,7 +161,7 @@ _LOST = "rows are missing."
 
 
 def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[str, Any]]]:
-    """Rows as they were written, each with the mark behind it; what has no end is left out."""
+    """Transitions as they were written, each with the mark behind it; what has no end is left out."""
     mark = Mark()
     for line in lines:
         if not line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Figures of a run."""
 
 import io
 from collections import defaultdict

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from t3d.tape import Tape
+from t3d.episode_log import EpisodeLog
 
 
 def episodes(steps, seeds, envs, chance_to_end, chance_to_stand):
     """Random episodes on a tape and in lists; some end, some steps are none."""
     rng = np.random.default_rng(0)
-    tape = Tape(seeds, envs, 2)
+    tape = EpisodeLog(seeds, envs, 2)
     lists = {place: [] for place in np.ndindex(seeds, envs)}
     lengths = np.zeros((seeds, envs), np.int64)
     for _ in range(steps):
@@ -48,7 +48,7 @@ def test_a_copy_goes_on_like_the_first():
     """As after a checkpoint: only what the longest episode needs was kept."""
     whole = next(episodes(1, 2, 3, 0.0, 0.0))[0]
     rng, lengths = np.random.default_rng(1), np.ones((2, 3), np.int64)
-    copy = Tape(2, 3, 2)
+    copy = EpisodeLog(2, 3, 2)
     copy.rewind(1)
     copy.last(1)[:] = whole.last(1)
     for _ in range(600):

@@ -1,4 +1,4 @@
-"""Environments with pictures: each shows its last few frames at once, and those of its own episode alone."""
+"""Environments with images: each shows its last few frames at once, and those of its own episode alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from t3d.envs.batch import EnvBatch, EnvError, Flags, Floats, Moved
-from t3d.sight import Sight
+from t3d.envs.batch import EnvBatch, EnvError, Flags, Floats, StepResult
+from t3d.pixels.frame_stack import FrameStack
 
 
-class Stacked:
+class FrameStackBatch:
     """A batch whose observations are put together as `sight` says; an episode's first frame fills the stack."""
 
-    sight: Sight | None
+    frame_stack: FrameStack | None
 
-    def __init__(self, batch: EnvBatch, sight: Sight) -> None:
-        self._batch, self.sight, self._sight = batch, sight, sight
+    def __init__(self, batch: EnvBatch, frame_stack: FrameStack) -> None:
+        self._batch, self.frame_stack, self._sight = batch, frame_stack, frame_stack
         self.name, self.count, self.actions, self.layout = batch.name, batch.count, batch.actions, batch.layout
-        self.obs_dim, self.together, self.longest_episode = sight.dim, batch.together, batch.longest_episode
-        self._frames = np.zeros((batch.count, sight.stack, sight.frame_size), np.float32)
+        self.obs_dim, self.together, self.longest_episode = frame_stack.dim, batch.together, batch.longest_episode
+        self._frames = np.zeros((batch.count, frame_stack.stack, frame_stack.frame_size), np.float32)
 
     @property
     def lost(self) -> int:
@@ -70,14 +70,14 @@ class Stacked:
         self._frames[:] = obs[:, None, self._sight.pixels]
         return self._sight.seen(self._frames, obs)
 
-    def step(self, actions: NDArray[Any], active: Flags | None = None) -> Moved:
+    def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         try:
             return self._stacked(self._batch.step(actions, active), active)
         except EnvError as failure:
             failure.moved = failure.moved and self._stacked(failure.moved, active)
             raise
 
-    def _stacked(self, moved: Moved, active: Flags | None) -> Moved:
+    def _stacked(self, moved: StepResult, active: Flags | None) -> StepResult:
         valid, begun = moved.valid, moved.begun(active)
         self._frames[valid, :-1] = self._frames[valid, 1:]
         self._frames[valid, -1] = moved.final_obs[valid][:, self._sight.pixels]

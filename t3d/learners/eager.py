@@ -12,25 +12,25 @@ from torch import Tensor
 
 from t3d import agent as agents
 from t3d.config import Config
-from t3d.replay import Replay, Rows
+from t3d.replay import Replay, Transitions
 from t3d.steps import Agent, Metrics
 
 Floats = NDArray[np.float32]
 Sums = dict[str, Tensor]  # (S,) metrics added up since they were last read
 
 
-class Verbs(Protocol):
+class Learner(Protocol):
     """What the loop does at every step. On a GPU all of them are asked for and done later, in order."""
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         """(S, N, O) observations and the step they were made in -> (S, N, A) actions with noise, when called for."""
         ...
 
-    def store(self, rows: Rows) -> None:
+    def store(self, rows: Transitions) -> None:
         """[step 1] Transitions into the memory."""
         ...
 
-    def update(self, k: int, delayed: bool) -> None:
+    def update(self, k: int, policy_step: bool) -> None:
         """Steps 4 to 15, for the k-th of the agents that learn by themselves; `delayed` where the actor moves too."""
         ...
 
@@ -40,7 +40,7 @@ class Verbs(Protocol):
 
 
 @dataclass(frozen=True)
-class Learner:
+class LearnerState:
     """An agent that learns by itself, with its memory and its metrics: all seeds of a run, or one of them."""
 
     agent: Agent
@@ -77,27 +77,27 @@ def add_up(sums: Sums, metrics: Metrics) -> None:
         sums[name].add_(value)
 
 
-class Eager:
+class EagerLearner:
     """The functions as they are."""
 
-    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
+    def __init__(self, whole: LearnerState, learners: list[LearnerState], config: Config) -> None:
         self.whole, self.learners, self.config = whole, learners, config
         self.store = whole.memory.add_rows
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         agent = self.whole.agent
         here = torch.from_numpy(obs).to(agent.seeds.device)
-        action = agents.explore(agent, here, step, self.config.exploration_noise, self.whole.memory.lens())
+        action = agents.explore(agent, here, step, self.config.exploration_noise, self.whole.memory.normalizer())
         return lambda: np.asarray(action.cpu().numpy())
 
-    def update(self, k: int, delayed: bool) -> None:
-        update(self.learners[k], self.config, delayed)
+    def update(self, k: int, policy_step: bool) -> None:
+        update(self.learners[k], self.config, policy_step)
 
     def flush(self) -> None:
         pass
 
 
-def update(to: Learner, config: Config, delayed: bool) -> None:
+def update(to: LearnerState, config: Config, policy_step: bool) -> None:
     """Steps 4 to 15 once."""
     with products(config, to.agent.seeds.device):
-        add_up(to.sums, agents.update(to.agent, to.memory, config.batch_size, config, delayed))
+        add_up(to.sums, agents.update(to.agent, to.memory, config.batch_size, config, policy_step))

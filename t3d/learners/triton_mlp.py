@@ -37,18 +37,18 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
             return networks.mlp(parameters, x)
         weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]
         if x.requires_grad or any(w.requires_grad for w in weights):
-            out: Tensor = _Perceptron.apply(precision, x, *weights)[0]
+            out: Tensor = _MLP.apply(precision, x, *weights)[0]
             return out
-        parts, _, _ = torch.ops.t3d.perceptron(x, weights, precision, False)
+        parts, _, _ = torch.ops.t3d.mlp(x, weights, precision, False)
         return torch.as_tensor(parts.sum(0) + weights[-1])
 
     return apply
 
 
-class _Perceptron(torch.autograd.Function):
+class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(precision: str, x: Tensor, *weights: Tensor) -> Any:
-        parts, one, two = torch.ops.t3d.perceptron(x, weights, precision, True)
+        parts, one, two = torch.ops.t3d.mlp(x, weights, precision, True)
         return parts.sum(0) + weights[-1], one, two
 
     @staticmethod
@@ -64,11 +64,11 @@ class _Perceptron(torch.autograd.Function):
         dy, precision = gradients[0], ctx.precision
         wants_x, wants_weights = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
         weights = [w1, w2, w3]
-        parts, d1, d2 = torch.ops.t3d.perceptron_backward(dy, one, two, weights, wants_x, wants_weights, precision)
+        parts, d1, d2 = torch.ops.t3d.mlp_backward(dy, one, two, weights, wants_x, wants_weights, precision)
         into = parts.sum(0).sum_to_size(x.shape) if wants_x else None
         if not wants_weights:
             return None, into, None, None, None, None, None, None
-        w1, b1, w2, b2, w3, b3 = torch.ops.t3d.perceptron_weights(x, one, two, d1, d2, dy, precision)
+        w1, b1, w2, b2, w3, b3 = torch.ops.t3d.mlp_weights(x, one, two, d1, d2, dy, precision)
         return None, into, w1, b1, w2, b2, w3, b3
 
 
@@ -268,13 +268,13 @@ def _weights(
 # ------------------------------------------------------------------------------------------------------ launching
 
 _library = torch.library.Library("t3d", "DEF")
-_library.define("perceptron(Tensor x, Tensor[] weights, str precision, bool keep) -> (Tensor, Tensor, Tensor)")
+_library.define("mlp(Tensor x, Tensor[] weights, str precision, bool keep) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "perceptron_backward(Tensor dy, Tensor h1, Tensor h2, Tensor[] weights, bool into, bool keep, str precision)"
+    "mlp_backward(Tensor dy, Tensor h1, Tensor h2, Tensor[] weights, bool into, bool keep, str precision)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "perceptron_weights(Tensor x, Tensor h1, Tensor h2, Tensor d1, Tensor d2, Tensor dy, str precision)"
+    "mlp_weights(Tensor x, Tensor h1, Tensor h2, Tensor d1, Tensor d2, Tensor dy, str precision)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -303,7 +303,7 @@ MOST_PARTS = 8  # that a sum is split into: PyTorch's compiler adds up so many w
 
 
 def _tile(nets: int, sizes: Sequence[int], precision: str, back: bool) -> dict[str, int]:
-    """Rows and columns for each program, as measured: few networks are split into many parts, many into few.
+    """Transitions and columns for each program, as measured: few networks are split into many parts, many into few.
 
     `python benchmarks/tiles.py` measures.
     """
@@ -329,7 +329,7 @@ def _tile(nets: int, sizes: Sequence[int], precision: str, back: bool) -> dict[s
 
 
 def _weights_tile(nets: int, precision: str) -> dict[str, int]:
-    """Rows and columns of the weights for each program, and rows of the batch at a time."""
+    """Transitions and columns of the weights for each program, and rows of the batch at a time."""
     if nets <= 8:
         return {"BP": 32, "BQ": 32 if nets == 1 else 64, "BB": 128, "BS": 32, "num_warps": 4, "num_stages": 2}
     if precision != "bf16":
@@ -424,9 +424,9 @@ def _weights_run(
 
 
 for _name, _run, _empty in (
-    ("perceptron", _forward_run, _forward_empty),
-    ("perceptron_backward", _backward_run, _backward_empty),
-    ("perceptron_weights", _weights_run, _weights_empty),
+    ("mlp", _forward_run, _forward_empty),
+    ("mlp_backward", _backward_run, _backward_empty),
+    ("mlp_weights", _weights_run, _weights_empty),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"t3d::{_name}", _empty, lib=_library)

@@ -16,32 +16,31 @@ import cloudpickle
 import torch
 
 from t3d import networks
-from t3d.accelerate import hardware
 from t3d.config import Config
-from t3d.envs import EnvBatch, Source
+from t3d.envs import EnvBatch, EnvFactory
 from t3d.envs.worker import end_only_with_parent, said
 from t3d.envs.workers import with_pipe
 from t3d.errors import warn
-from t3d.evaluation import Evaluation, Evaluator, NoEvaluator, Players
+from t3d.evaluate.evaluator import Evaluation, Evaluator, NoEvaluator, PolicySnapshot
+from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.networks import Network, Parameters
 
-SCRIPT = (
-    "import sys; sys.path[:] = sys.argv[3:]; from t3d.beside import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
-)
+SCRIPT = """import sys; sys.path[:] = sys.argv[3:]
+from t3d.evaluate.async_evaluator import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"""
 LARGEST = 2e7  # multiplications for a step of all episodes, above which a processor would be too slow for a GPU
 
 
-def decide_eval_beside(config: Config, source: Source, actor: Parameters, envs: EnvBatch) -> Config:
+def resolve_async_eval(config: Config, factory: EnvFactory, actor: Parameters, envs: EnvBatch) -> Config:
     """Where it is left open: on if a GPU learns, a quarter of the cores has nothing to do, and actors, who act on the
     CPU then, are small; and only for environments that have an id, and so are the same in any process."""
-    if config.eval_beside != "auto":
+    if config.async_eval != "auto":
         return config
     work = config.eval_episodes * sum(tensor.numel() for tensor in actor.values())
     room = 4 * free_cores(envs.count) >= cores()
-    same_there = not (source.from_python or source.real) and source.vector is None and bool(config.eval_every)
-    worth = config.device == "cuda" and room and same_there and envs.sight is None and work <= LARGEST
-    return replace(config, eval_beside="on" if worth else "off")
+    same_there = not (factory.from_python or factory.real) and factory.vector is None and bool(config.eval_every)
+    worth = config.device == "cuda" and room and same_there and envs.frame_stack is None and work <= LARGEST
+    return replace(config, async_eval="on" if worth else "off")
 
 
 def free_cores(envs: int) -> int:
@@ -49,37 +48,37 @@ def free_cores(envs: int) -> int:
     return max(0, cores() - envs)
 
 
-def evaluator_of(
-    source: Source, seeds: Sequence[int], config: Config, network: Network | None
-) -> "Evaluator | Beside | NoEvaluator":
+def make_evaluator(
+    factory: EnvFactory, seeds: Sequence[int], config: Config, network: Network | None
+) -> "Evaluator | AsyncEvaluator | NoEvaluator":
     """Who plays the evaluations of a run."""
     if not config.eval_every:
         return NoEvaluator()
-    if config.eval_beside == "on":
-        return Beside(source, seeds, config, network)
-    return evaluator_here(source, seeds, config)
+    if config.async_eval == "on":
+        return AsyncEvaluator(factory, seeds, config, network)
+    return local_evaluator(factory, seeds, config)
 
 
-def evaluator_here(source: Source, seeds: Sequence[int], config: Config) -> Evaluator:
+def local_evaluator(factory: EnvFactory, seeds: Sequence[int], config: Config) -> Evaluator:
     """In this process, and the worker processes that the environments have in training."""
-    return Evaluator(source, seeds, config.eval_episodes, config.gamma, config.workers, config.stall_seconds)
+    return Evaluator(factory, seeds, config.eval_episodes, config.gamma, config.workers, config.worker_timeout)
 
 
-class Beside:
+class AsyncEvaluator:
     """An evaluator that lets the caller go on while it plays."""
 
     beside = True
 
-    def __init__(self, source: Source, seeds: Sequence[int], config: Config, network: Network | None) -> None:
-        self._make_instead = partial(evaluator_here, source, seeds, config)
+    def __init__(self, factory: EnvFactory, seeds: Sequence[int], config: Config, network: Network | None) -> None:
+        self._make_instead = partial(local_evaluator, factory, seeds, config)
         self._instead: Evaluator | None = None
         self._came: Evaluation | None = None
-        self._unsent: Players | None = None  # until the process is ready for them: nobody waits for it to start
+        self._unsent: PolicySnapshot | None = None  # until the process is ready for them: nobody waits for it to start
         self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         threads = max(1, free_cores(len(seeds) * config.num_envs))
-        there = Source(source.env, source.args, source.pixels, source.stack, threads=threads)
+        there = EnvFactory(factory.env, factory.args, factory.pixels, factory.stack, threads=threads)
         try:
             order = cloudpickle.dumps((there, list(seeds), config, network))
             # In a session of its own, because Ctrl-C is for the one who asks.
@@ -94,12 +93,12 @@ class Beside:
         self._pipe = None
         warn(f"there is no process for evaluations ({why}): they take turns with training.")
 
-    def ask(self, players: Players) -> None:
+    def submit(self, policy_snapshot: PolicySnapshot) -> None:
         """These are to play; their tensors are on the CPU."""
-        self._unsent, self._came = players, None
-        self.glance()
+        self._unsent, self._came = policy_snapshot, None
+        self.poll()
 
-    def glance(self, seconds: float = 0.0) -> Evaluation | None:
+    def poll(self, seconds: float = 0.0) -> Evaluation | None:
         """What came of it, if it is there within so many seconds."""
         if self._came is None and self._pipe is not None:
             try:
@@ -121,14 +120,14 @@ class Beside:
         else:
             self._do_without(str(what))
 
-    def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
+    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
         """What came of those who were asked to play, when it is there; None if told to stop before."""
-        while (came := self.glance(0.1)) is None:
+        while (came := self.poll(0.1)) is None:
             if stop():
                 return None
             if self._pipe is None:
                 self._instead = self._instead or self._make_instead()
-                return self._instead.answer(players, stop)
+                return self._instead.result(policy_snapshot, stop)
         return came
 
     def _exit_code(self) -> int | None:
@@ -157,18 +156,18 @@ def serve(descriptor: int, parent: int) -> None:
     warnings.simplefilter("ignore")
     pipe = Connection(descriptor)
     try:
-        source, seeds, config, network = cloudpickle.loads(pipe.recv_bytes())
+        factory, seeds, config, network = cloudpickle.loads(pipe.recv_bytes())
         with (
             hardware(config.threads, config.precision),
             networks.using(network),
-            closing(evaluator_here(source, seeds, config)) as evaluator,
+            closing(local_evaluator(factory, seeds, config)) as evaluator,
         ):
             pipe.send(("ready", None))
             while True:
                 parts = pipe.recv().items()
-                players = {part: {k: torch.tensor(a) for k, a in arrays.items()} for part, arrays in parts}
+                policy_snapshot = {part: {k: torch.tensor(a) for k, a in arrays.items()} for part, arrays in parts}
                 # Nothing is sent meanwhile: if there is something to read, it is the end.
-                evaluation = evaluator.answer(Players(**players), stop=pipe.poll)
+                evaluation = evaluator.result(PolicySnapshot(**policy_snapshot), stop=pipe.poll)
                 if evaluation is None:
                     return
                 pipe.send(("played", evaluation))

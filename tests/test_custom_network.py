@@ -11,10 +11,10 @@ from torch import nn
 import t3d
 from t3d import agent as agents
 from t3d import networks
-from t3d.modules import from_module
+from t3d.custom_network import from_module
 from t3d.replay import Replay
 from t3d.rng import Purpose
-from t3d.steps import Knobs, init_agent
+from t3d.steps import Hyperparameters, init_agent
 
 KNOBS = {"hidden": (16, 8), "batch_size": 16, "eval_episodes": 2, "eval_every": 150, "device": "cpu", "progress": False}
 
@@ -62,8 +62,8 @@ def test_it_learns_exactly_what_the_packages_network_does():
     memory.add(obs, action, reward, next_obs, np.zeros(shape), np.ones(shape), np.ones(shape, bool))
     for update in range(1, 7):
         with networks.using(pair):
-            agents.update(own, memory, 16, Knobs(), update % 2 == 0)
-        agents.update(plain, memory, 16, Knobs(), update % 2 == 0)
+            agents.update(own, memory, 16, Hyperparameters(), update % 2 == 0)
+        agents.update(plain, memory, 16, Hyperparameters(), update % 2 == 0)
     for name in ("actor", "target_actor", "critic", "target_critic"):
         for key, tensor in getattr(plain, name).items():
             theirs = getattr(own, name)[{"w": "weight", "b": "bias"}[key[0]] + key[1]]
@@ -111,8 +111,8 @@ def test_a_network_is_in_use_where_it_was_said_and_nowhere_else():
         with networks.using(None):  # a policy of the package's, used by somebody inside
             seen["inside"] = networks.current()
         seen["after"] = networks.current()
-    assert seen == {"elsewhere": networks.PERCEPTRON, "inside": networks.PERCEPTRON, "after": pair}
-    assert networks.current() is networks.PERCEPTRON
+    assert seen == {"elsewhere": networks.MLP, "inside": networks.MLP, "after": pair}
+    assert networks.current() is networks.MLP
 
 
 def test_one_network_serves_several_sizes():

@@ -18,18 +18,18 @@ from gymnasium.vector import VectorEnv
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
+from t3d.envs.envpool import PREFIX, Pool
+from t3d.envs.frame_stack import FrameStackBatch
 from t3d.envs.gym import GymBatch, observable
 from t3d.envs.mujoco_tasks import TASKS
-from t3d.envs.pool import PREFIX, Pool
-from t3d.envs.slots import LocalSlot, Machine, Raised, Slot, calling, close_env
-from t3d.envs.stacked import Stacked
+from t3d.envs.slots import LocalSlot, Raised, RealEnv, Slot, calling, close_env
 from t3d.envs.vector import VectorBatch
 from t3d.envs.worker import make, said
 from t3d.envs.workers import Worker, WorkerSlot
 from t3d.errors import T3DError, nearest, shown
 from t3d.layout import Layout
 from t3d.limits import cores
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 MOST_NUMBER = 1e6  # in arguments that only a file gives
@@ -48,7 +48,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class EnvFactory:
     """Where environments come from: an id or something that makes one when called, and arguments for it.
 
     A vector environment that somebody handed over is trained in as it is; evaluations have environments of their own.
@@ -56,8 +56,8 @@ class Source:
 
     env: "str | Maker | gymnasium.Env[Any, Any]"
     args: dict[str, Any] = field(default_factory=dict)
-    pixels: int = 0  # if not 0, pictures of the environment, so high and wide, are its observations
-    stack: int = 1  # frames that are seen at once, where observations have pictures
+    pixels: int = 0  # if not 0, images of the environment, so high and wide, are its observations
+    stack: int = 1  # frames that are seen at once, where observations have images
     vector: "VectorEnv[Any, Any, Any] | None" = None
     threads: int = 0  # that step them together, where they can; 0 is as many as there are cores
     real: bool = False  # a machine: there is one environment, and training and evaluations take turns on it
@@ -66,7 +66,7 @@ class Source:
         default_factory=list
     )  # made, and not asked for yet; or the real one
 
-    def seen(self, pixels: int, stack: int) -> "Source":
+    def seen(self, pixels: int, stack: int) -> "EnvFactory":
         """The same, seen in another way."""
         if pixels and self.vector is not None:
             raise T3DError("--pixels is for environments that are made here; a vector environment shows what it shows.")
@@ -81,7 +81,7 @@ class Source:
             return self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
         return self.env if isinstance(self.env, str) else str(getattr(self.env, "__name__", type(self.env).__name__))
 
-    def as_real(self, asked: bool) -> "Source":
+    def as_real(self, asked: bool) -> "EnvFactory":
         """The same as a real environment, if that is `asked` for or its metadata says so. It is made for that."""
         if not asked and (self.vector is not None or self._pooled):
             return self
@@ -89,7 +89,7 @@ class Source:
             raise T3DError(f"--real-env is for one environment; {self.name} is several at once.")
         one = replace(self, real=asked).one()
         real = asked or declared(one) or isinstance(self.env, gymnasium.Env)
-        self._waiting.append(Machine(one) if real else one)
+        self._waiting.append(RealEnv(one) if real else one)
         return replace(self, real=real)
 
     def close(self) -> None:
@@ -127,9 +127,7 @@ class Source:
         if self._waiting:
             return self._waiting[-1] if self.real else self._waiting.pop()
         if self._pooled:
-            raise T3DError(
-                f"{self.name}: EnvPool's environments come in pools; --relabel and --pixels need single ones."
-            )
+            raise T3DError(f"{self.name}: EnvPool's environments come in pools; --her and --pixels need single ones.")
         made = self._one()
         if not isinstance(made, gymnasium.Env):
             raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
@@ -145,7 +143,7 @@ class Source:
         return made
 
     def _refuse_unseen(self, env: "gymnasium.Env[Any, Any]") -> None:
-        """If it cannot be shown in pictures, that is said now."""
+        """If it cannot be shown in images, that is said now."""
         try:
             calling(lambda: env.reset(seed=0))
         except Raised as problem:
@@ -153,7 +151,7 @@ class Source:
             if isinstance(problem.__cause__, error.DependencyNotInstalled):
                 raise self._not_installed(problem.__cause__) from problem
             hint = "MuJoCo's need a GL library, as Debian's libegl1"
-            raise T3DError(f"{self.name} cannot be shown in pictures ({hint}): {problem}") from problem
+            raise T3DError(f"{self.name} cannot be shown in images ({hint}): {problem}") from problem
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -233,17 +231,17 @@ class Source:
         if self.args:
             return "gymnasium", "it has arguments of its own"
         if self.pixels:
-            return "gymnasium", "it is seen in pictures"
+            return "gymnasium", "it is seen in images"
         if find_spec("mujoco.batch") is None:
             return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
         return "mujoco.batch", "it is bit-identical to Gymnasium there"
 
     def training_batch(
-        self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0
+        self, count: int, episode_seed: EpisodeSeed, workers: int = 0, worker_timeout: float = 60.0
     ) -> EnvBatch:
         """The environments to train in: the vector environment, if there is one."""
         if self.vector is None:
-            return self.batch(count, episode_seed, workers, stall_seconds)
+            return self.batch(count, episode_seed, workers, worker_timeout)
         if self.vector.num_envs != count or workers:
             raise T3DError(
                 f"the vector environment has {self.vector.num_envs} environments, and seeds times num_envs is {count};"
@@ -252,19 +250,19 @@ class Source:
         with self._reading():
             return self._stacked(VectorBatch(self.name, self.vector, episode_seed))
 
-    def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, stall_seconds: float = 60.0) -> EnvBatch:
+    def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, worker_timeout: float = 60.0) -> EnvBatch:
         """`count` environments behind the contract."""
-        return self._stacked(self._batch(count, episode_seed, workers, stall_seconds))
+        return self._stacked(self._batch(count, episode_seed, workers, worker_timeout))
 
     def _stacked(self, batch: EnvBatch) -> EnvBatch:
         try:
-            sight = Sight.of(batch.layout, self.stack, self.name)
+            frame_stack = FrameStack.of(batch.layout, self.stack, self.name)
         except T3DError:
             batch.close()
             raise
-        return batch if sight is None else Stacked(batch, sight)
+        return batch if frame_stack is None else FrameStackBatch(batch, frame_stack)
 
-    def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, stall_seconds: float) -> EnvBatch:
+    def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, worker_timeout: float) -> EnvBatch:
         threads = min(count, self.threads or cores())
         if self._pooled:
             return self._pool(count, episode_seed, workers, threads)
@@ -284,7 +282,7 @@ class Source:
             close_env(first)
             processes = [
                 Worker(
-                    self.name, self._elsewhere, self.args, self.pixels, list(range(k, count, workers)), stall_seconds
+                    self.name, self._elsewhere, self.args, self.pixels, list(range(k, count, workers)), worker_timeout
                 )
                 for k in range(min(workers, count))
             ]
@@ -310,9 +308,7 @@ class Source:
 
     def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
         if workers or self.pixels:
-            raise T3DError(
-                f"{self.name}: EnvPool has threads and pictures of its own; leave out --workers and --pixels."
-            )
+            raise T3DError(f"{self.name}: EnvPool has threads and images of its own; leave out --workers and --pixels.")
         try:
             pool = Pool(str(self.env).removeprefix(PREFIX), count, threads, self.args)
         except ModuleNotFoundError as problem:
@@ -326,7 +322,7 @@ def declared(env: Any) -> bool:
     return isinstance(metadata, Mapping) and metadata.get("real") is True
 
 
-def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> Source:
+def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> EnvFactory:
     """A source whose evaluation environments are made as the vector environment's own were, if that can be known."""
     if not (isinstance(getattr(vector, "num_envs", None), int) and vector.num_envs > 0):
         raise T3DError(
@@ -338,8 +334,8 @@ def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | Non
     if eval_env is None and spec is not None and spec.id in gymnasium.registry:
         of_the_vector = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
         args = {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}
-        return Source(spec.id, args, vector=vector)
-    return Source(eval_env or (makers[0] if makers else _nothing_to_evaluate_in(vector)), vector=vector)
+        return EnvFactory(spec.id, args, vector=vector)
+    return EnvFactory(eval_env or (makers[0] if makers else _nothing_to_evaluate_in(vector)), vector=vector)
 
 
 def _nothing_to_evaluate_in(vector: "VectorEnv[Any, Any, Any]") -> Maker:
@@ -391,19 +387,19 @@ def refuse_paths(args: Any, where: str) -> None:
         )
 
 
-def open_source(
+def env_factory(
     env: "str | Maker | gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]",
     args: dict[str, Any] | None = None,
     allowed_modules: tuple[str, ...] | None = None,
     eval_env: str | Maker | None = None,
-) -> Source:
+) -> EnvFactory:
     """The source for what a user named; `allowed_modules`, if given, says which `module:Id` may import."""
     if isinstance(env, VectorEnv):
         return _from_vector(env, eval_env)
     if eval_env is not None:
         raise T3DError("eval_env is for vector environments; of others evaluations make their own.")
     if isinstance(env, gymnasium.Env):
-        return Source(env, real=True)
+        return EnvFactory(env, real=True)
     if isinstance(env, str):
         module = env.rpartition(":")[0]
         if module and allowed_modules is not None and module not in allowed_modules:
@@ -414,4 +410,4 @@ def open_source(
         env = _newest(env)
     elif not callable(env):
         raise T3DError(f"an environment is an id or something that makes one when called, not {env!r}.")
-    return Source(env, dict(args or {}))
+    return EnvFactory(env, dict(args or {}))

@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from t3d import agent as agents
-from t3d.accelerate.compiling import (
-    Perceptron,
-    Player,
+from t3d.config import Config
+from t3d.learners.compiled import (
+    ActBuffers,
+    Mlp,
+    acting_precision,
     best_first,
     compiled,
-    computed_by,
-    first_that_works,
-    keep_translations,
-    precision_of_acting,
+    first_working,
+    set_compile_cache,
+    with_mlp,
 )
-from t3d.accelerate.verbs import Floats, Learner, update
-from t3d.config import Config
-from t3d.replay import Replay, Rows
+from t3d.learners.eager import Floats, LearnerState, update
+from t3d.replay import Replay, Transitions
 
 
-class Recorded:
+class CudaGraphLearner:
     """The same functions, compiled, and recorded by the GPU: a call is one word, and the GPU does the rest by itself.
 
     What goes to the GPU at a step, observations and new transitions, goes in one copy, and is taken from memory that
@@ -33,33 +33,33 @@ class Recorded:
     so environments move while the GPU learns.
     """
 
-    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
-        keep_translations()
+    def __init__(self, whole: LearnerState, learners: list[LearnerState], config: Config) -> None:
+        set_compile_cache()
         self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
         shape = (len(agent.seeds), config.num_envs)
         self._in = Transfer(
             device,
             step=((), np.int64),
-            obs=((*shape, self._memory.seen_dim), np.float32),
-            **self._memory.incoming(config.num_envs * config.n_step, self._memory.frames_a_step),
+            obs=((*shape, self._memory.input_dim), np.float32),
+            **self._memory.incoming(config.num_envs * config.n_step, self._memory.frames_per_step),
         )
         self._out = Transfer(device, action=((*shape, self._memory.action_dim), np.float32))
         self._memory.nothing(self._in.here)
         there = self._in.there
-        player = Player(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
+        player = ActBuffers(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
 
-        def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
-            with computed_by(perceptron(precision_of_acting(config))):
+        def translate(mlp: Callable[[str], Mlp]) -> tuple[list[Callable[[], None]], ...]:
+            with with_mlp(mlp(acting_precision(config))):
                 play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
-            with computed_by(perceptron(config.precision)):
-                critics = compiled(lambda to: update(to, config, delayed=False), learners, ON_GPU)
-                everything = compiled(lambda to: update(to, config, delayed=True), learners, ON_GPU)
+            with with_mlp(mlp(config.precision)):
+                critics = compiled(lambda to: update(to, config, policy_step=False), learners, ON_GPU)
+                everything = compiled(lambda to: update(to, config, policy_step=True), learners, ON_GPU)
             with _undone(whole):  # once for real: the first time is done in another way than ever after
                 for work in (*play, *critics, *everything):
                     work()
             return play, critics, everything
 
-        (play,), critics, everything = first_that_works(translate, perceptrons(whole.memory, config))
+        (play,), critics, everything = first_working(translate, mlps(whole.memory, config))
 
         def store() -> None:
             self._in.to_device()
@@ -92,15 +92,15 @@ class Recorded:
         self._mark.wait()
         return np.array(self._out.here["action"])
 
-    def store(self, rows: Rows) -> None:
+    def store(self, rows: Transitions) -> None:
         self.flush()
         self._mark.wait()
         self._memory.lay_out(self._in.here, rows)
         self._pending = True
 
-    def update(self, k: int, delayed: bool) -> None:
+    def update(self, k: int, policy_step: bool) -> None:
         self.flush()
-        (self._everything if delayed else self._critics)[k].replay()
+        (self._everything if policy_step else self._critics)[k].replay()
 
     def flush(self) -> None:
         if self._pending:
@@ -167,7 +167,7 @@ def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 @contextmanager
-def _undone(to: Learner) -> Iterator[None]:
+def _undone(to: LearnerState) -> Iterator[None]:
     """Whatever happens to an agent and its metrics inside is as it was afterwards."""
     memory = {name: tensor for name, tensor in to.memory.tensors().items() if name not in ("rows", "frames")}
     tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "memory": memory})
@@ -179,11 +179,11 @@ def _undone(to: Learner) -> Iterator[None]:
             tensor.copy_(before[name])
 
 
-def perceptrons(memory: Replay, config: Config) -> dict[str, Callable[[str], Perceptron]]:
+def mlps(memory: Replay, config: Config) -> dict[str, Callable[[str], Mlp]]:
     """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
     try:
-        from t3d import kernels
+        from t3d.learners import triton_mlp
     except ImportError:
         return best_first({})
-    fit = kernels.fits(memory.obs_dim, memory.action_dim, config.hidden)
-    return best_first({"hand-written kernels": kernels.mlp} if fit else {})
+    fit = triton_mlp.fits(memory.obs_dim, memory.action_dim, config.hidden)
+    return best_first({"hand-written kernels": triton_mlp.mlp} if fit else {})

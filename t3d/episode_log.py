@@ -11,7 +11,7 @@ from t3d.replay import Flags
 Array = NDArray[np.float32]
 
 
-class Tape:
+class EpisodeLog:
     """Numbers of the last steps, (T, S, N, W), the newest behind; 0 where an episode had not begun.
 
     All environments move at once. So a step is written in one piece, wherever their episodes are, and an episode is

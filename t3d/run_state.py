@@ -17,19 +17,19 @@ from torch import Tensor
 from t3d import agent as agents
 from t3d import files, networks, rng
 from t3d.config import Config
-from t3d.envs import EnvBatch, Source
+from t3d.envs import EnvBatch, EnvFactory
+from t3d.episode_log import EpisodeLog
 from t3d.errors import T3DError
-from t3d.evaluation import Players
-from t3d.goals import Goals
+from t3d.evaluate.evaluator import PolicySnapshot
+from t3d.hindsight import Hindsight
 from t3d.limits import refuse_large_networks, refuse_oversize
 from t3d.nstep import NStep
-from t3d.pictures import LARGEST, Pictures
-from t3d.replay import Replay, out_of_row, row_width
+from t3d.pixels.encoder import FEATURES, seeing
+from t3d.pixels.frame_replay import LARGEST, FrameReplay
+from t3d.replay import Replay, row_width, unpack
 from t3d.rng import Purpose
 from t3d.runs.manifest import SPARE
 from t3d.steps import Agent, init_agent
-from t3d.tape import Tape
-from t3d.vision import FEATURES, seeing
 
 try:
     import resource
@@ -47,27 +47,27 @@ class State:
     seeds: list[int]
     agent: Agent
     memory: Replay
-    steps_under_way: NStep
+    n_step_buffer: NStep
     envs: EnvBatch
     obs: NDArray[np.float32]  # (S, N, O) what to act on next
-    played: Tape  # the actions of the episodes under way, to find the way back to here
-    history: Tape  # their rows, if they are to be relabelled when they end
+    episode_actions: EpisodeLog  # the actions of the episodes under way, to find the way back to here
+    episode_rows: EpisodeLog  # their rows, if they are to be relabeled when they end
     episode_return: NDArray[np.float64]  # (S, N) of the episodes under way
     episode_length: NDArray[np.int64]  # (S, N)
-    earned: NDArray[np.int64]  # (S,) environment steps that updates are owed for
+    update_credit: NDArray[np.int64]  # (S,) environment steps that updates are owed for
     updates: NDArray[np.int64]  # (S,) updates that were run: `agent.updates`, known without asking the device
     updates_logged: NDArray[np.int64]  # (S,) those of them that are in the rows of losses
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     sums: dict[str, Tensor]  # (S,) metrics added up since the last row
     fingerprint: NDArray[np.uint8]  # (32,) a hash of every action, observation and reward so far
     unnoted: tuple[NDArray[Any], ...] | None = None  # the step that is not in there yet: what it was, and what came
-    goals: Goals | None = None  # what relabels the rows
-    network: networks.Network | None = None  # what actor and critics are made of, if not of perceptrons alone
+    goals: Hindsight | None = None  # what relabels the rows
+    network: networks.Network | None = None  # what actor and critics are made of, if not of mlps alone
     step: int = 0  # environment steps of each seed
     logged: int = 0  # the step of the last rows of losses
     evaluated: int = -1  # the step of the last evaluation
     env_errors: int = 0  # steps of environments that failed, and whose episodes were cut
-    playing: Players | None = None  # those who play in it, until what came of it is recorded
+    pending_eval: PolicySnapshot | None = None  # those who play in it, until what came of it is recorded
 
     def close(self) -> None:
         """Let go of the environments."""
@@ -76,9 +76,9 @@ class State:
             self.goals.close()
 
 
-def begin(source: Source, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
+def begin(factory: EnvFactory, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
     """Steps 1 to 3: an empty memory, fresh networks, environments at their first observation."""
-    state = make(source, seeds, config, own)
+    state = make(factory, seeds, config, own)
     try:
         first_reset(state)
     except BaseException:
@@ -93,7 +93,7 @@ def first_reset(state: State) -> None:
     state.memory.start(state.obs, np.ones(state.obs.shape[:2], bool))
 
 
-def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
+def make(factory: EnvFactory, seeds: Sequence[int], config: Config, own: networks.Network | None = None) -> State:
     """The same before any environment was reset.
 
     Networks are `own` if that is given, and otherwise what fits the observations.
@@ -103,15 +103,15 @@ def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Net
     def episode_seed(env: int, episode: int) -> int:
         return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
 
-    envs = source.training_batch(count * per_seed, episode_seed, config.workers, config.stall_seconds)
+    envs = factory.training_batch(count * per_seed, episode_seed, config.workers, config.worker_timeout)
     envs.cut_failures = config.on_env_error == "cut"
     device = torch.device(config.device)
-    network = own or (None if envs.sight is None else seeing(envs.sight, config.encoder))
+    network = own or (None if envs.frame_stack is None else seeing(envs.frame_stack, config.encoder))
     try:
-        goals = Goals(source, config.relabel) if config.relabel else None
+        goals = Hindsight(factory, config.her) if config.her else None
         memory = empty_memory(envs, count, config)
         if own is None:
-            sizes = [envs.obs_dim if envs.sight is None else FEATURES, *config.hidden, envs.actions.dim]
+            sizes = [envs.obs_dim if envs.frame_stack is None else FEATURES, *config.hidden, envs.actions.dim]
             refuse_large_networks(sizes, count * (1 + config.critics), device)
         with networks.using(network):
             agent = init_agent(
@@ -130,14 +130,14 @@ def make(source: Source, seeds: Sequence[int], config: Config, own: networks.Net
         seeds=list(seeds),
         agent=agent,
         memory=memory,
-        steps_under_way=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
+        n_step_buffer=NStep(config.n_step, config.gamma, count, per_seed, memory.obs_dim, envs.actions.dim),
         envs=envs,
         obs=np.zeros((count, per_seed, envs.obs_dim), np.float32),
-        played=Tape(count, per_seed, envs.actions.dim),
-        history=Tape(count, per_seed, memory.rows.shape[-1]),
+        episode_actions=EpisodeLog(count, per_seed, envs.actions.dim),
+        episode_rows=EpisodeLog(count, per_seed, memory.rows.shape[-1]),
         episode_return=np.zeros((count, per_seed)),
         episode_length=np.zeros((count, per_seed), np.int64),
-        earned=np.zeros(count, np.int64),
+        update_credit=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
         best=np.full(count, -np.inf),
         sums={name: torch.zeros(count, device=device) for name in METRICS},
@@ -160,10 +160,10 @@ def refuse_large_policies(agent: Agent, seeds: int) -> None:
 
 def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
     """[step 1] A replay memory for what these environments show, if there is room for it."""
-    rows, dim, sight = config.steps * (1 + config.relabel), envs.actions.dim, envs.sight
+    rows, dim, frame_stack = config.steps * (1 + config.her), envs.actions.dim, envs.frame_stack
     capacity = max(min(config.buffer_size, rows), config.num_envs * config.n_step)  # at least what a step can bring
-    size = row_width(envs.obs_dim if sight is None else sight.stack + len(sight.numbers), dim) * 4
-    size += 0 if sight is None else sight.frame_size + 8
+    size = row_width(envs.obs_dim if frame_stack is None else frame_stack.stack + len(frame_stack.numbers), dim) * 4
+    size += 0 if frame_stack is None else frame_stack.frame_size + 8
     refuse_oversize(capacity, size, seeds, torch.device(config.device))
     options: dict[str, Any] = {
         "device": config.device,
@@ -171,27 +171,27 @@ def empty_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
         "reward_scale": config.reward_scale,
     }
     try:
-        if sight is None:
+        if frame_stack is None:
             return Replay(seeds, capacity, envs.obs_dim, dim, **options)
         if capacity > LARGEST // 2:
-            raise T3DError(f"--buffer-size can be {LARGEST // 2:,} at most where observations have pictures.")
+            raise T3DError(f"--buffer-size can be {LARGEST // 2:,} at most where observations have images.")
         augment = config.augment == "on"
-        return Pictures(seeds, capacity, sight, dim, config.num_envs, config.n_step, augment, **options)
+        return FrameReplay(seeds, capacity, frame_stack, dim, config.num_envs, config.n_step, augment, **options)
     except RuntimeError as error:
         gib = seeds * capacity * size / 2**30
         raise T3DError(f"the replay memory needs {gib:,.1f} GiB and cannot be had: lower --buffer-size.") from error
 
 
-def players(state: State, config: Config) -> Players:
+def policy_snapshot(state: State, config: Config) -> PolicySnapshot:
     """A copy of who plays in an evaluation now, where it will be played."""
-    lens = state.memory.lens()
+    normalizer = state.memory.normalizer()
     parts = {
         "actor": state.agent.actor,
         "critic": networks.first(state.agent.critic) if config.eval_values == "on" else {},
-        "lens": {} if lens is None else lens._asdict(),
+        "normalizer": {} if normalizer is None else normalizer._asdict(),
     }
     where = config.eval_device
-    return Players(**{part: {k: t.to(where, copy=True) for k, t in own.items()} for part, own in parts.items()})
+    return PolicySnapshot(**{part: {k: t.to(where, copy=True) for k, t in own.items()} for part, own in parts.items()})
 
 
 def saved(state: State) -> dict[str, Tensor]:
@@ -203,12 +203,15 @@ def saved(state: State) -> dict[str, Tensor]:
     statistics = state.memory.statistics
     parts["memory"] = {**state.memory.counters(), **(vars(statistics) if statistics else {})}
     parts["envs"] = {"episodes": np.array(state.envs.episodes)}
-    parts["steps_under_way"] = {
-        k: v for k, v in vars(state.steps_under_way).items() if not k.startswith("_") and isinstance(v, np.ndarray)
+    parts["n_step_buffer"] = {
+        k: v for k, v in vars(state.n_step_buffer).items() if not k.startswith("_") and isinstance(v, np.ndarray)
     }
     longest = int(state.episode_length.max())
-    parts["playing"] = state.playing or {}
-    parts["played"], parts["history"] = state.played.last(longest), state.history.last(longest if state.goals else 0)
+    parts["pending_eval"] = state.pending_eval or {}
+    parts["episode_actions"], parts["episode_rows"] = (
+        state.episode_actions.last(longest),
+        state.episode_rows.last(longest if state.goals else 0),
+    )
     assert state.unnoted is None, "steps are to be written down before they are saved"
     del parts["goals"], parts["network"], parts["unnoted"]
     return agents.tensors(parts)
@@ -227,13 +230,13 @@ def restore(
     them (S, N) did not arrive where they had been: their episodes are cut there. A real environment is not replayed.
     """
     # As long as it was when it was saved, not as it is now.
-    longest = _tape_length(given, "played", path)
-    _tape_length(given, "history", path)
-    state.played.rewind(longest)
-    state.history.rewind(longest if state.goals else 0)
+    longest = _tape_length(given, "episode_actions", path)
+    _tape_length(given, "episode_rows", path)
+    state.episode_actions.rewind(longest)
+    state.episode_rows.rewind(longest if state.goals else 0)
     state.episode_length[:] = longest
-    if any(name.startswith("playing.") for name in given):
-        state.playing = players(state, config)
+    if any(name.startswith("pending_eval.") for name in given):
+        state.pending_eval = policy_snapshot(state, config)
     live = saved(state)
     if not torch.equal(given.get("seeds", torch.empty(0)), live["seeds"]):
         raise T3DError(f"{path} belongs to a run with other seeds.")
@@ -241,13 +244,13 @@ def restore(
     refuse_state(state, given, path, longest)
     files.copy_tensors(path, given, live)
     try:
-        state.memory.restored(state.steps_under_way.obs)
+        state.memory.restored(state.n_step_buffer.obs)
     except ValueError as error:
         raise T3DError(f"{path}: {error}.") from error
     counts = (int(given[name]) for name in ("step", "logged", "evaluated", "env_errors"))
     state.step, state.logged, state.evaluated, state.env_errors = counts
     episodes = given["envs.episodes"].tolist()
-    actions = [state.played.last(int(n))[:, k, i] for (k, i), n in np.ndenumerate(state.episode_length)]
+    actions = [state.episode_actions.last(int(n))[:, k, i] for (k, i), n in np.ndenumerate(state.episode_length)]
     expected, returns = state.obs.reshape(len(actions), -1), state.episode_return.reshape(-1)
     if config.real_env and state.step >= config.steps:
         return np.ones(state.episode_length.shape, bool)  # nothing is done to it any more
@@ -256,13 +259,13 @@ def restore(
     else:
         if count := sum(map(len, actions)):
             say(f"Replaying {count:,} actions, to bring the environments back to where they were.")
-        missed = ~played_again(state.envs, episodes, actions, expected, returns)
+        missed = ~replay_matches(state.envs, episodes, actions, expected, returns)
     if missed.any() or (state.envs.together and len({len(part) for part in actions}) > 1):
         # Where all move at once, those that had arrived went on while others were still on their way.
         missed |= state.envs.together
         new = [episode + bool(lost) for episode, lost in zip(episodes, missed, strict=True)]
         actions = [part[:0] if lost else part for part, lost in zip(actions, missed, strict=True)]
-        obs = play_again(state.envs, new, actions)[0].reshape(state.obs.shape)
+        obs = replay_episodes(state.envs, new, actions)[0].reshape(state.obs.shape)
         cut_episodes(state, missed.reshape(state.episode_length.shape), obs)
     return missed.reshape(state.episode_length.shape)
 
@@ -285,7 +288,7 @@ def refuse_state(state: State, given: dict[str, Tensor], path: Path, longest: in
         return name.startswith("sums.") or (name == "evaluated" and int(tensor) == -1)
 
     files.refuse_numbers(path, given, allowed)
-    for name, most in {"episode_length": longest, "steps_under_way.pending": state.steps_under_way.n}.items():
+    for name, most in {"episode_length": longest, "n_step_buffer.pending": state.n_step_buffer.n}.items():
         if name in given and int(given[name].max()) > most:
             raise T3DError(f"{path}: {name} is {int(given[name].max()):,}, and at most {most:,} are there.")
     limit = state.envs.longest_episode
@@ -295,12 +298,12 @@ def refuse_state(state: State, given: dict[str, Tensor], path: Path, longest: in
 
 def most_state(state: State) -> int:
     """Bytes that a saved state can have at most: the tapes of episodes under way grow with them."""
-    most = saved(replace(state, playing=Players(state.agent.actor, state.agent.critic)))
-    fixed = sum(tensor.nbytes for name, tensor in most.items() if name not in ("played", "history"))
-    return fixed + LONGEST_REPLAY * (state.played.step_bytes + state.history.step_bytes) + SPARE
+    most = saved(replace(state, pending_eval=PolicySnapshot(state.agent.actor, state.agent.critic)))
+    fixed = sum(tensor.nbytes for name, tensor in most.items() if name not in ("episode_actions", "episode_rows"))
+    return fixed + LONGEST_REPLAY * (state.episode_actions.step_bytes + state.episode_rows.step_bytes) + SPARE
 
 
-def play_again(
+def replay_episodes(
     envs: EnvBatch, episodes: Sequence[int], actions: Sequence[NDArray[np.float32]]
 ) -> tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_]]:
     """Each environment from its episode's start through its actions: observations, returns, whose episode ended."""
@@ -319,7 +322,7 @@ def play_again(
     return obs, returns, ended
 
 
-def played_again(
+def replay_matches(
     envs: EnvBatch,
     episodes: Sequence[int],
     actions: Sequence[NDArray[np.float32]],
@@ -329,26 +332,26 @@ def played_again(
     """Play them again; which arrived at the same observation and the same return, to the last bit."""
     cut, envs.cut_failures = envs.cut_failures, True  # one that fails now did not come back, and nothing worse
     try:
-        now, again, ended = play_again(envs, episodes, actions)
+        now, again, ended = replay_episodes(envs, episodes, actions)
     finally:
         envs.cut_failures = cut
     same: NDArray[np.bool_] = (now == obs).all(1) & (again == returns) & ~ended
     return same
 
 
-def relabel(state: State, k: int, i: int) -> None:
+def relabel_episode(state: State, k: int, i: int) -> None:
     """[step 1] Store the rows of an episode that ended again, with goals that it reached, if they are to be."""
     length = int(state.episode_length[k, i])
     if state.goals is None or not length:
         return
     counter = state.step * state.episode_length.shape[1] + i
-    rows = state.goals.relabelled(state.history.last(length)[:, k, i], state.seeds[k], counter)
+    rows = state.goals.relabeled(state.episode_rows.last(length)[:, k, i], state.seeds[k], counter)
     if len(rows) > state.memory.capacity:
         raise T3DError(
-            f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --relabel"
+            f"--buffer-size {state.memory.capacity:,} does not hold an episode of {length:,} steps with --her"
             f" {state.goals.count}."
         )
-    state.memory.seed(k).add_rows(out_of_row(rows[None], state.memory.obs_dim))
+    state.memory.seed(k).add_rows(unpack(rows[None], state.memory.obs_dim))
 
 
 def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float32]) -> None:
@@ -356,11 +359,11 @@ def cut_episodes(state: State, missed: NDArray[np.bool_], obs: NDArray[np.float3
     no = np.zeros(missed.shape, bool)
     nothing = np.zeros((*missed.shape, state.envs.actions.dim), np.float32)
     before = state.memory.refer(state.obs)
-    rows = state.steps_under_way.add(before, nothing, np.zeros(missed.shape), before, no, missed, no)
+    rows = state.n_step_buffer.add(before, nothing, np.zeros(missed.shape), before, no, missed, no)
     state.memory.start(obs, missed)
     state.memory.add_rows(rows)
     for k, i in np.argwhere(missed):
-        relabel(state, k, i)
+        relabel_episode(state, k, i)
     state.obs = obs
     begin_anew(state, missed)
 
@@ -374,8 +377,8 @@ def reset_environments(state: State) -> None:
 def begin_anew(state: State, ended: NDArray[np.bool_]) -> None:
     """A fresh page for the episodes that follow those that `ended` (S, N)."""
     state.episode_return[ended] = state.episode_length[ended] = 0
-    state.played.forget(ended)
-    state.history.forget(ended)
+    state.episode_actions.forget(ended)
+    state.episode_rows.forget(ended)
 
 
 def peak_memory(state: State) -> int:
@@ -392,5 +395,5 @@ def peak_memory(state: State) -> int:
 
 def disk_needed(state: State) -> int:
     """Bytes that checkpoints will take at most: the rows, twice while they are put together, and three states."""
-    most = saved(replace(state, playing=Players(state.agent.actor, state.agent.critic)))
+    most = saved(replace(state, pending_eval=PolicySnapshot(state.agent.actor, state.agent.critic)))
     return 2 * state.memory.nbytes + 3 * sum(tensor.nbytes for tensor in most.values())

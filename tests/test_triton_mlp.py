@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
 
-from t3d import kernels, networks
+from t3d import networks
+from t3d.learners import triton_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,7 +27,7 @@ def parameters(lead, sizes, bias=0.0):
 def errors(lead, sizes, batch, precision, x=None, weights=None):
     weights = parameters(lead, sizes) if weights is None else weights
     x = torch.randn(lead[-1], batch, sizes[0], device=DEVICE) if x is None else x
-    return by_hand.errors(kernels.mlp(precision), weights, x)
+    return by_hand.errors(triton_mlp.mlp(precision), weights, x)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
@@ -56,14 +57,16 @@ def test_critics_as_they_are_made(seeds):
     critic = networks.init_critic(torch.tensor(seeds, device=DEVICE), 3, 2, (32, 16), torch.float32)
     found = errors((2, len(seeds)), (5, 32, 16, 1), 20, "fp32", weights=critic)
     assert max(found) < 1e-5
-    twins = kernels.mlp("fp32")(critic, torch.randn(len(seeds), 20, 5, device=DEVICE))
+    twins = triton_mlp.mlp("fp32")(critic, torch.randn(len(seeds), 20, 5, device=DEVICE))
     assert not torch.allclose(twins[0], twins[1], atol=1e-3)
 
 
 def test_which_networks_they_are_for():
-    assert kernels.fits(17, 6, (256, 256)) and kernels.fits(105, 8, (400, 300))
+    assert triton_mlp.fits(17, 6, (256, 256)) and triton_mlp.fits(105, 8, (400, 300))
     assert (
-        not kernels.fits(17, 6, (256,)) and not kernels.fits(17, 6, (1024, 256)) and not kernels.fits(600, 6, (64, 64))
+        not triton_mlp.fits(17, 6, (256,))
+        and not triton_mlp.fits(17, 6, (1024, 256))
+        and not triton_mlp.fits(600, 6, (64, 64))
     )
 
 

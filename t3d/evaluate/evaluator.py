@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 
 from t3d import networks, rng
 from t3d.agent import refuse_divergence
-from t3d.envs import Source
+from t3d.envs import EnvFactory
 from t3d.envs.batch import MOST_LOSSES, EnvError
 from t3d.networks import Parameters
-from t3d.replay import Lens, seen_through
+from t3d.replay import Normalizer, normalize
 from t3d.rng import Purpose
 
 
 @dataclass(frozen=True)
-class Players:
+class PolicySnapshot:
     """Who plays in an evaluation: every seed's actor, and what belongs to it."""
 
     actor: Parameters
     critic: Parameters = field(default_factory=dict)  # one, if its values are to be compared with what comes after them
-    lens: Parameters = field(default_factory=dict)  # a `Lens`, if actors see observations through one
+    normalizer: Parameters = field(default_factory=dict)  # a `Normalizer`, if actors see observations through one
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Evaluator:
 
     def __init__(
         self,
-        source: Source,
+        factory: EnvFactory,
         seeds: Sequence[int],
         episodes: int,
         gamma: float,
         workers: int = 0,
-        stall_seconds: float = 60.0,
+        worker_timeout: float = 60.0,
     ) -> None:
         self.seeds, self.episodes, self.gamma = list(seeds), episodes, gamma
-        self.at_once = 1 if source.real else episodes
+        self.at_once = 1 if factory.real else episodes
         self._first_episode = 0
-        self.envs = source.batch(len(self.seeds) * self.at_once, self._episode_seed, workers, stall_seconds)
+        self.envs = factory.batch(len(self.seeds) * self.at_once, self._episode_seed, workers, worker_timeout)
         self.envs.skip_losses = True
 
     def _episode_seed(self, env: int, _: int) -> int:
@@ -88,7 +88,7 @@ class Evaluator:
     @torch.no_grad()
     def play(
         self,
-        players: Players,
+        policy_snapshot: PolicySnapshot,
         first_episode: int = 0,
         stop: Callable[[], bool] = lambda: False,
     ) -> Evaluation:
@@ -97,7 +97,11 @@ class Evaluator:
         With a critic its values are compared with the returns that followed, discounted by `gamma`. An episode whose
         worker process ended is begun again, from the same seed.
         """
-        actor, critic, lens = players.actor, players.critic, Lens(**players.lens) if players.lens else None
+        actor, critic, normalizer = (
+            policy_snapshot.actor,
+            policy_snapshot.critic,
+            Normalizer(**policy_snapshot.normalizer) if policy_snapshot.normalizer else None,
+        )
         self._first_episode = first_episode
         shape = (len(self.seeds), self.at_once)
         device = networks.any_of(actor).device
@@ -113,7 +117,7 @@ class Evaluator:
                 returns[self.envs.skipped] = np.nan
             if not active.any():
                 break
-            batch = seen_through(lens, torch.from_numpy(obs).reshape(*shape, -1).to(device))
+            batch = normalize(normalizer, torch.from_numpy(obs).reshape(*shape, -1).to(device))
             chosen = networks.actor(actor, batch)
             action = chosen.cpu().numpy()
             refuse_divergence(action, self.seeds)
@@ -139,19 +143,19 @@ class Evaluator:
         values = compared(parts, self.gamma, len(self.seeds)) if seen else None
         return Evaluation(returns.reshape(shape), lengths.reshape(shape), values, replayed)
 
-    def ask(self, players: Players) -> None:
+    def submit(self, policy_snapshot: PolicySnapshot) -> None:
         """Nothing happens before the answer is called for."""
 
-    def glance(self) -> Evaluation | None:
+    def poll(self) -> Evaluation | None:
         """What came of it, if it is there already."""
         return None
 
-    def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
+    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
         """What came of those who were asked to play; None if told to stop before it was over."""
         parts = []
         for first in range(0, self.episodes, self.at_once):
             try:
-                parts.append(self.play(players, first, stop))
+                parts.append(self.play(policy_snapshot, first, stop))
             except EnvError as failure:
                 k, episode = divmod(failure.index or 0, self.at_once)
                 failure.place = f"episode {first + episode} of the evaluation of seed {self.seeds[k]}"
@@ -174,12 +178,12 @@ class NoEvaluator:
 
     beside = False
 
-    def ask(self, players: Players) -> None: ...
+    def submit(self, policy_snapshot: PolicySnapshot) -> None: ...
 
-    def glance(self) -> Evaluation | None:
+    def poll(self) -> Evaluation | None:
         return None
 
-    def answer(self, players: Players, stop: Callable[[], bool]) -> Evaluation | None:
+    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
         return None
 
     def close(self) -> None: ...
@@ -205,45 +209,3 @@ def compared(steps: list[NDArray[Any]], gamma: float, seeds: int) -> Values:
     with np.errstate(invalid="ignore"):
         expected, came = ((x * weight).reshape(len(weight), seeds, -1).sum((0, 2)) / count for x in (q, came))
     return Values(expected, came)
-
-
-# ------------------------------------------------------------------------------------------- statistics over seeds
-
-
-def best_mean(curves: NDArray[np.float64]) -> tuple[int, float, float]:
-    """Of curves (S, E): the evaluation at which the mean over seeds is highest, that mean, and the deviation there.
-
-    This is what the TD3 paper's Table 1 gives; the deviation is that of the population.
-    """
-    best = int(curves.mean(0).argmax())
-    return best, float(curves[:, best].mean()), float(curves[:, best].std())
-
-
-def last_mean(curves: NDArray[np.float64], count: int = 10) -> NDArray[np.float64]:
-    """(S, E) -> (S,): each seed's mean over its last evaluations."""
-    mean: NDArray[np.float64] = curves[:, -count:].mean(1)
-    return mean
-
-
-def interquartile_mean(scores: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
-    """The mean of the middle half: a quarter of the scores is left out at either end, rounded down."""
-    ordered = np.sort(scores, axis)
-    cut = ordered.shape[axis] // 4
-    mean: NDArray[np.float64] = ordered.take(range(cut, ordered.shape[axis] - cut), axis).mean(axis)
-    return mean
-
-
-def interval(
-    groups: Sequence[NDArray[np.float64]],
-    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-    samples: int = 10_000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Where `statistic` lies in `level` of the samples: seeds are drawn again from each group by itself, stratified.
-
-    The statistic takes (samples, all that were drawn) and gives (samples,). The same scores give the same interval.
-    """
-    source = np.random.default_rng(0)
-    drawn = [group[source.integers(0, len(group), (samples, len(group)))] for group in groups]
-    low, high = np.quantile(statistic(np.concatenate(drawn, 1)), [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Observations with pictures: what is seen, stored once, put together again, and learned from."""
+"""Observations with images: what is seen, stored once, put together again, and learned from."""
 
 import sys
 from dataclasses import replace
@@ -13,33 +13,33 @@ from safetensors.torch import load_file
 from scripted import Dot, Lamp, Shown, Sweep
 
 import t3d
-from t3d import networks, states, training
-from t3d.accelerate import accelerate
+from t3d import networks, run_state, trainer
 from t3d.agent import tensors
-from t3d.config import Config, settle
-from t3d.envs import open_source
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
 from t3d.errors import T3DError
 from t3d.layout import describe, flatten
-from t3d.pictures import Pictures
-from t3d.replay import seen_through
-from t3d.sight import Sight
-from t3d.vision import seeing
+from t3d.learners import accelerate
+from t3d.pixels.encoder import seeing
+from t3d.pixels.frame_replay import FrameReplay
+from t3d.pixels.frame_stack import FrameStack
+from t3d.replay import normalize
 
 SMALL = {"hidden": (16,), "batch_size": 8, "random_steps": 10, "device": "cpu", "accelerate": "eager", "augment": "off"}
 
 
-def begun(env, seeds=(3, 5), **knobs):
-    config = settle(Config(**{**SMALL, "steps": 300, **knobs}), "td3", "x", len(seeds))
-    state = states.begin(open_source(env).seen(config.pixels, config.frame_stack), list(seeds), config)
+def begun(env, seeds=(3, 5), **settings):
+    config = resolve(Config(**{**SMALL, "steps": 300, **settings}), "td3", "x", len(seeds))
+    state = run_state.begin(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config)
     return state, config
 
 
-def played(env, steps, **knobs):
+def played(env, steps, **settings):
     """A state after so many steps with random actions."""
-    state, config = begun(env, **{"random_steps": 1999, "steps": 2000, **knobs})
-    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    state, config = begun(env, **{"random_steps": 1999, "steps": 2000, **settings})
+    learner = accelerate(state.agent, state.memory, state.sums, config)
     for _ in range(steps):
-        training.turn(state, config, verbs)
+        trainer.turn(state, config, learner)
     state.envs.close()
     return state
 
@@ -52,8 +52,8 @@ def test_pictures_are_told_from_tables():
         return describe(spaces.Box(0, 255, shape, dtype), "x")["kind"]
 
     shapes = ((8, 9), (64, 48, 3), (3, 64, 48), (84, 84, 12), (9, 84, 84))
-    assert [kind(shape) for shape in shapes] == ["picture"] * 5
-    assert Sight.of(describe(spaces.Box(0, 255, (9, 84, 80), np.uint8), "x"), 1).channels == 9
+    assert [kind(shape) for shape in shapes] == ["image"] * 5
+    assert FrameStack.of(describe(spaces.Box(0, 255, (9, 84, 80), np.uint8), "x"), 1).channels == 9
     assert kind((4, 4)) == kind((7, 2, 2)) == kind((84, 84), np.float32) == kind((100,)) == "array"
     for shape in ((4, 84, 84, 3), (8, 3, 84)):
         with pytest.raises(T3DError, match="one at a time"):
@@ -63,9 +63,9 @@ def test_pictures_are_told_from_tables():
 def test_channels_that_come_first_are_put_last():
     last = np.random.default_rng(0).integers(0, 256, (9, 11, 3), dtype=np.uint8)
     first = np.moveaxis(last, 2, 0)
-    layouts = [describe(spaces.Box(0, 255, picture.shape, np.uint8), "x") for picture in (last, first)]
+    layouts = [describe(spaces.Box(0, 255, image.shape, np.uint8), "x") for image in (last, first)]
     assert (flatten(layouts[0], last) == flatten(layouts[1], first)).all()
-    assert all((s.height, s.width, s.channels) == (9, 11, 3) for s in (Sight.of(layout, 2) for layout in layouts))
+    assert all((s.height, s.width, s.channels) == (9, 11, 3) for s in (FrameStack.of(layout, 2) for layout in layouts))
 
 
 def test_pictures_of_one_observation_are_seen_on_top_of_each_other():
@@ -76,11 +76,16 @@ def test_pictures_of_one_observation_are_seen_on_top_of_each_other():
             "c": spaces.Box(0, 255, (8, 8), np.uint8),
         }
     )
-    sight = Sight.of(describe(both, "x"), 3)
-    assert (sight.channels, sight.frame_size, len(sight.numbers), sight.dim) == (4, 256, 2, 3 * 256 + 2)
+    frame_stack = FrameStack.of(describe(both, "x"), 3)
+    assert (frame_stack.channels, frame_stack.frame_size, len(frame_stack.numbers), frame_stack.dim) == (
+        4,
+        256,
+        2,
+        3 * 256 + 2,
+    )
     both["c"] = spaces.Box(0, 255, (9, 8), np.uint8)
     with pytest.raises(T3DError, match="several sizes"):
-        Sight.of(describe(both, "x"), 3)
+        FrameStack.of(describe(both, "x"), 3)
 
 
 def test_a_picture_in_floats_is_refused():
@@ -124,12 +129,12 @@ def check_samples(memory, n, numbers=False):
 )
 @pytest.mark.parametrize("lengths", [(3, 5, 4), (1,), (1, 40), (1, 9, 2, 6)])
 def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
-    knobs = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
-    state, config = begun(partial(Shown, lengths, numbers=numbers), random_steps=1999, steps=2000, **knobs)
-    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    settings = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
+    state, config = begun(partial(Shown, lengths, numbers=numbers), random_steps=1999, steps=2000, **settings)
+    learner = accelerate(state.agent, state.memory, state.sums, config)
     memory = state.memory
     for turn in range(120):
-        training.turn(state, config, verbs)
+        trainer.turn(state, config, learner)
         if turn % 10 == 9:
             drawn = check_samples(memory, n, numbers)
             # All rows that are there can be drawn; where episodes are of one step, near half of what would have room.
@@ -139,21 +144,21 @@ def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
 
 @pytest.mark.parametrize("envs, n", [(1, 1), (3, 2)])
 def test_a_run_that_is_made_longer_finds_its_frames_again(envs, n, tmp_path):
-    knobs = {"num_envs": envs, "n_step": n, "gamma": 0.9, "random_steps": 299}
-    state, config = begun(partial(Shown, (2, 5, 1)), steps=300, **knobs)
-    verbs = accelerate(state.agent, state.memory, state.sums, config)
+    settings = {"num_envs": envs, "n_step": n, "gamma": 0.9, "random_steps": 299}
+    state, config = begun(partial(Shown, (2, 5, 1)), steps=300, **settings)
+    learner = accelerate(state.agent, state.memory, state.sums, config)
     while state.step < 297:
-        training.turn(state, config, verbs)
-    longer, _ = begun(partial(Shown, (2, 5, 1)), steps=500, **knobs)
+        trainer.turn(state, config, learner)
+    longer, _ = begun(partial(Shown, (2, 5, 1)), steps=500, **settings)
     assert longer.memory.places > state.memory.places < state.memory.framed.min()  # it has gone round
     for old, new in zip(state.memory.rings(), longer.memory.rings(), strict=True):
         new.put(max(0, int(old.stored[0]) - old.capacity), old.since(max(0, int(old.stored[0]) - old.capacity)))
     for name, counted in state.memory.counters().items():
         longer.memory.counters()[name][...] = counted
-    under_way = state.steps_under_way.obs.copy()
+    under_way = state.n_step_buffer.obs.copy()
     longer.memory.restored(under_way)
     assert check_samples(longer.memory, n) == check_samples(state.memory, n)
-    place, new = under_way[..., :3], state.steps_under_way.obs[..., :3]
+    place, new = under_way[..., :3], state.n_step_buffer.obs[..., :3]
     if n > 1:
         seen = [memory.frames[0, where.astype(int)[:, 0]] for memory, where in
                 ((longer.memory, place), (state.memory, new))]  # fmt: skip
@@ -162,7 +167,7 @@ def test_a_run_that_is_made_longer_finds_its_frames_again(envs, n, tmp_path):
 
 
 def test_a_transition_costs_one_frame():
-    memory = Pictures(2, 10_000, Sight.of(describe(spaces.Box(0, 255, (84, 84, 3), np.uint8), "x"), 3), 6, 1)
+    memory = FrameReplay(2, 10_000, FrameStack.of(describe(spaces.Box(0, 255, (84, 84, 3), np.uint8), "x"), 3), 6, 1)
     small = memory.rows.shape[-1] * 4
     assert memory.nbytes / memory.capacity / 2 <= 1.05 * 84 * 84 * 3 + small + 8
     state = played(partial(Shown, (100,), side=16), 1900, buffer_size=1000)
@@ -193,14 +198,14 @@ def test_shifted_pictures_are_the_pictures_shifted():
 @pytest.mark.parametrize("encoder", ["critic", "separate"])
 @pytest.mark.parametrize("probe, stack", [(Lamp, 1), (Sweep, 2)])
 def test_probes(probe, stack, encoder):
-    knobs = {"steps": 1500, "random_steps": 400, "hidden": (32, 32), "batch_size": 32, "tau": 0.05, "gamma": 0.9}
+    settings = {"steps": 1500, "random_steps": 400, "hidden": (32, 32), "batch_size": 32, "tau": 0.05, "gamma": 0.9}
     rates = {"actor_lr": 2e-4, "critic_lr": 3e-3, "exploration_noise": 0.4}
-    state, config = begun(probe, frame_stack=stack, encoder=encoder, **knobs, **rates)
+    state, config = begun(probe, frame_stack=stack, encoder=encoder, **settings, **rates)
     with networks.using(state.network):
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
         while state.step < config.steps:
-            training.turn(state, config, verbs)
-            training.learn_owed(state, config, verbs)
+            trainer.turn(state, config, learner)
+            trainer.learn_owed(state, config, learner)
         env = probe()
         for side in (-1, 1):
             frames = [env.lit(side)] + [np.full((12, 12, 3), 255, np.uint8)] * (stack - 1)
@@ -213,11 +218,11 @@ def test_probes(probe, stack, encoder):
 def test_the_actor_sees_through_the_first_critic_and_changes_nothing_there():
     state, config = begun(Lamp, steps=40, encoder="critic")
     with networks.using(state.network):
-        verbs = accelerate(state.agent, state.memory, state.sums, config)
+        learner = accelerate(state.agent, state.memory, state.sums, config)
         start = {name: tensor.clone() for name, tensor in state.agent.actor.items()}
         while state.step < config.steps:
-            training.turn(state, config, verbs)
-            training.learn_owed(state, config, verbs)
+            trainer.turn(state, config, learner)
+            trainer.learn_owed(state, config, learner)
     eye = [name for name in state.agent.actor if name.startswith("critic.eye.")]
     assert len(eye) == 4
     for name in eye:
@@ -231,14 +236,14 @@ def test_compiled_and_recorded_are_the_same(gpu_that_obeys_at_once):
     ends = {}
     for mode in ("eager", "compile", "graph"):
         Shown.copies = 0
-        knobs = {"augment": "on", "normalize_obs": "on", "num_envs": 2, "n_step": 2, "buffer_size": 30}
-        state, config = begun(partial(Shown, numbers=True, side=20), steps=60, **knobs)
+        settings = {"augment": "on", "normalize_obs": "on", "num_envs": 2, "n_step": 2, "buffer_size": 30}
+        state, config = begun(partial(Shown, numbers=True, side=20), steps=60, **settings)
         with networks.using(state.network):
-            verbs = accelerate(state.agent, state.memory, state.sums, replace(config, accelerate=mode))
+            learner = accelerate(state.agent, state.memory, state.sums, replace(config, accelerate=mode))
             while state.step < config.steps:
-                training.turn(state, config, verbs)
-                training.learn_owed(state, config, verbs)
-            verbs.flush()
+                trainer.turn(state, config, learner)
+                trainer.learn_owed(state, config, learner)
+            learner.flush()
         state.envs.close()
         memory = state.memory.tensors()
         ends[mode] = {**tensors(state.agent), **{name: memory[name] for name in ("begin", "length", "mean")}}
@@ -254,10 +259,10 @@ def test_seeds_side_by_side_do_not_disturb_each_other():
     for seeds in ((3, 5), (5,)):
         state, config = begun(Lamp, seeds, steps=40)
         with networks.using(state.network):
-            verbs = accelerate(state.agent, state.memory, state.sums, config)
+            learner = accelerate(state.agent, state.memory, state.sums, config)
             while state.step < config.steps:
-                training.turn(state, config, verbs)
-                training.learn_owed(state, config, verbs)
+                trainer.turn(state, config, learner)
+                trainer.learn_owed(state, config, learner)
             state.envs.close()
         ends.append({name: tensor[..., -1:, :, :] for name, tensor in state.agent.critic.items()})
     for name, tensor in ends[0].items():
@@ -268,17 +273,17 @@ def test_seeds_side_by_side_do_not_disturb_each_other():
 
 
 def test_a_policy_sees_frame_by_frame_what_a_batch_of_environments_shows(tmp_path):
-    knobs = {**SMALL, "eval_every": 60, "eval_episodes": 2, "normalize_obs": "on"}
-    run = t3d.train(Dot, steps=60, out=tmp_path / "run", progress=False, **knobs)
+    settings = {**SMALL, "eval_every": 60, "eval_episodes": 2, "normalize_obs": "on"}
+    run = t3d.train(Dot, steps=60, out=tmp_path / "run", progress=False, **settings)
     policy = t3d.load(run, which="last")
-    assert policy.card.stack == 3 and policy.lens is not None
-    batch = open_source(Dot).seen(0, 3).batch(1, lambda env, episode: episode)
+    assert policy.card.stack == 3 and policy.normalizer is not None
+    batch = env_factory(Dot).seen(0, 3).batch(1, lambda env, episode: episode)
     seen, one, actions = batch.reset(), Dot(), []
     for episode in range(3):
         policy.reset()
         obs, over = one.reset(seed=episode)[0], False
         while not over:
-            stacked = seen_through(policy.lens, torch.from_numpy(seen)[None])
+            stacked = normalize(policy.normalizer, torch.from_numpy(seen)[None])
             with networks.using(policy.network):
                 expected = networks.actor(policy.parameters, stacked)[0].numpy()
             actions.append(policy(obs))
@@ -298,7 +303,7 @@ def test_a_policy_takes_whole_stacks_and_forgets_on_reset(tmp_path):
     policy.reset()
     assert (policy(frames[0]) == policy(np.stack([frames[0]] * 3))).all()
     for wrong in (frames[:2], np.concatenate([frames, frames]), frames[:, None], frames[None, None]):
-        with pytest.raises(T3DError, match="stacks of 3 pictures"):
+        with pytest.raises(T3DError, match="stacks of 3 images"):
             policy(wrong)
     with pytest.raises(T3DError, match="not in bytes"):
         policy(frames[0] / 255)
@@ -310,11 +315,12 @@ def test_weights_are_those_of_torch_modules(tmp_path):
     run = t3d.train(Lamp, steps=20, out=tmp_path / "run", progress=False, **{**SMALL, "eval_every": 20})
     policy = t3d.load(run)
     layers = load_file(run.policy_path(0, "best"))
-    assert layers["eye_1.weight"].shape == (32, 9, 3, 3)
+    assert layers["encoder_1.weight"].shape == (32, 9, 3, 3)
     frames = torch.randint(0, 256, (3, 12, 12, 3))
     x = (frames / 255 - 0.5).permute(0, 3, 1, 2).reshape(1, 9, 12, 12)
-    x = torch.relu(torch.nn.functional.conv2d(x, layers["eye_1.weight"], layers["eye_1.bias"], stride=2)).flatten(1)
-    x = x @ layers["eye_2.weight"].T + layers["eye_2.bias"]
+    x = torch.nn.functional.conv2d(x, layers["encoder_1.weight"], layers["encoder_1.bias"], stride=2)
+    x = torch.relu(x).flatten(1)
+    x = x @ layers["encoder_2.weight"].T + layers["encoder_2.bias"]
     x = torch.tanh(torch.nn.functional.layer_norm(x, (50,)))
     x = torch.relu(x @ layers["layer_1.weight"].T + layers["layer_1.bias"])
     x = torch.tanh(x @ layers["layer_2.weight"].T + layers["layer_2.bias"])
@@ -339,7 +345,7 @@ def test_a_vector_environment_with_its_channels_first(mode):
             return np.stack([np.full((8, 9), 10 * channel + self.time, np.uint8) for channel in range(3)])
 
     vector = gymnasium.vector.SyncVectorEnv([First] * 2, autoreset_mode=mode)
-    envs = open_source(vector, eval_env=First).seen(0, 1).training_batch(2, lambda env, episode: 0)
+    envs = env_factory(vector, eval_env=First).seen(0, 1).training_batch(2, lambda env, episode: 0)
     obs = envs.reset()
     for _ in range(11):
         assert (obs[:, :3] - obs[:, :1] == [0, 10, 20]).all()
@@ -351,14 +357,14 @@ def test_a_vector_environment_with_its_channels_first(mode):
 
 def test_pendulum_from_pixels(tmp_path):
     pytest.importorskip("pygame")
-    knobs = {"pixels": 24, "batch_size": 32, "hidden": (64, 64), "random_steps": 500, "eval_episodes": 1}
-    run = t3d.train("Pendulum-v1", steps=2000, out=tmp_path / "run", progress=False, eval_every=1000, **knobs)
+    settings = {"pixels": 24, "batch_size": 32, "hidden": (64, 64), "random_steps": 500, "eval_episodes": 1}
+    run = t3d.train("Pendulum-v1", steps=2000, out=tmp_path / "run", progress=False, eval_every=1000, **settings)
     assert [row["step"] for row in run.evaluations] == [0, 1000, 2000]
-    assert t3d.load(run).card.layout == {"kind": "picture", "shape": [24, 24, 3]}
+    assert t3d.load(run).card.layout == {"kind": "image", "shape": [24, 24, 3]}
 
 
 def test_what_cannot_be_rendered_is_said_at_once(tmp_path, monkeypatch):
-    with pytest.raises(T3DError, match="Lamp cannot be shown in pictures"):
+    with pytest.raises(T3DError, match="Lamp cannot be shown in images"):
         t3d.train(Lamp, pixels=24, out=tmp_path / "run", progress=False)
     monkeypatch.setitem(sys.modules, "pygame", None)
     with pytest.raises(T3DError, match=r"t3d\[pixels\]"):
@@ -374,14 +380,14 @@ def test_relabelling_pictures_is_refused():
         observation_space = spaces.Dict(parts)
         compute_reward = print
 
-    with pytest.raises(T3DError, match="has pictures"):
-        begun(Goal, relabel=4)
+    with pytest.raises(T3DError, match="has images"):
+        begun(Goal, her=4)
 
 
 def test_small_and_narrow_pictures_have_eyes():
     for shape in ((8, 8, 1), (8, 200, 3), (300, 9, 1), (100, 100, 4)):
-        sight = Sight.of(describe(spaces.Box(0, 255, shape, np.uint8), "x"), 2)
-        network = seeing(sight, "separate")
+        frame_stack = FrameStack.of(describe(spaces.Box(0, 255, shape, np.uint8), "x"), 2)
+        network = seeing(frame_stack, "separate")
         with networks.using(network):
-            actor = networks.init_actor(torch.tensor([0, 1]), sight.dim, 2, (8,), torch.float32)
-            assert networks.actor(actor, torch.zeros(2, 3, sight.dim)).shape == (2, 3, 2)
+            actor = networks.init_actor(torch.tensor([0, 1]), frame_stack.dim, 2, (8,), torch.float32)
+            assert networks.actor(actor, torch.zeros(2, 3, frame_stack.dim)).shape == (2, 3, 2)

@@ -17,11 +17,11 @@ from test_oracle import assert_equal
 import t3d
 from t3d import agent as agents
 from t3d import networks
-from t3d.accelerate import CannotCompile, accelerate
-from t3d.accelerate.recording import first_that_works
 from t3d.agent import one_seed, tensors
-from t3d.config import Config, settle
-from t3d.replay import Lens, Replay, Rows
+from t3d.config import Config, resolve
+from t3d.learners import CannotCompile, accelerate
+from t3d.learners.cudagraph import first_working
+from t3d.replay import Normalizer, Replay, Transitions
 from t3d.steps import init_agent
 
 OBS, ACTION, BATCH, HIDDEN, SEEDS = 5, 2, 32, (24, 16), [7, 3]
@@ -49,7 +49,7 @@ def filled_memory(device="cpu", normalize=False):
     return memory
 
 
-def verbs_of(agent, memory, config):
+def learner_of(agent, memory, config):
     sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in ("critic_loss", "q_mean", "actor_loss")}
     try:
         return accelerate(agent, memory, sums, config), sums
@@ -66,14 +66,14 @@ def oracle_of(agent):
     return Oracle(layers_of(agent.actor, 0), twins, actor_lr=2e-3, critic_lr=3e-3, max_action=1.0)
 
 
-@pytest.mark.parametrize("update_after", ["step", "episode"])
+@pytest.mark.parametrize("train_freq", ["step", "episode"])
 @MODES
-def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
-    whole = update_after == "step"  # with normalised observations; by themselves with normalised layers
+def test_fifty_updates_agree_with_the_oracle(mode, device, train_freq):
+    whole = train_freq == "step"  # with normalised observations; by themselves with normalised layers
     agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN, normalized=not whole)
     memory = filled_memory(device, normalize=whole)
-    config = replace(CONFIG, accelerate=mode, device=device, update_after=update_after)
-    verbs, sums = verbs_of(agent, memory, config)
+    config = replace(CONFIG, accelerate=mode, device=device, train_freq=train_freq)
+    learner, sums = learner_of(agent, memory, config)
     before = {name: tensor.clone() for name, tensor in tensors(agent).items()}
     oracles = [oracle_of(on_cpu(one_seed(agent, k))) for k in range(len(SEEDS))]
     assert all(
@@ -86,8 +86,8 @@ def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
             parts = (batch.obs, batch.action, batch.reward, batch.next_obs, batch.terminated, noise, batch.discount)
             s, a, r, s2, done, epsilon, discount = (part[k].double().cpu().numpy() for part in parts)
             oracle.update(s, a, r, s2, done, epsilon, gamma=discount, tau=0.03, sigma=0.2, clip=0.5, delay=2)
-        for learner in range(1 if update_after == "step" else len(SEEDS)):
-            verbs.update(learner, delayed=update % 2 == 0)
+        for k in range(1 if train_freq == "step" else len(SEEDS)):
+            learner.update(k, policy_step=update % 2 == 0)
     for k, oracle in enumerate(oracles):
         assert_equal(tensors(on_cpu(one_seed(agent, k))), oracle.tensors(), weights=1e-3, moments=2e-2)
     assert (sums["critic_loss"] > 0).all() and (sums["q_mean"] != 0).all() and (sums["actor_loss"] != 0).all()
@@ -96,13 +96,13 @@ def test_fifty_updates_agree_with_the_oracle(mode, device, update_after):
 @MODES
 def test_exploring_is_the_same_in_every_mode(mode, device):
     agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device, True)
-    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
-    agent, lens = on_cpu(agent), Lens(*(part.cpu() for part in memory.lens()))
+    learner, _ = learner_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
+    agent, normalizer = on_cpu(agent), Normalizer(*(part.cpu() for part in memory.normalizer()))
     obs = np.random.default_rng(1).normal(size=(len(SEEDS), 3, OBS)).astype(np.float32)
-    first, second = verbs.explore(obs, 4)(), verbs.explore(2 * obs, 5)()
+    first, second = learner.explore(obs, 4)(), learner.explore(2 * obs, 5)()
     assert first.dtype == np.float32 and first.shape == (len(SEEDS), 3, ACTION)
-    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1, lens), atol=1e-5)
-    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1, lens), atol=1e-5)
+    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1, normalizer), atol=1e-5)
+    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1, normalizer), atol=1e-5)
 
 
 @MODES
@@ -111,13 +111,13 @@ def test_storing_is_the_same_in_every_mode(mode, device):
     for tensor in (memory.rows, simple.rows):
         tensor.zero_()
     agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN)
-    verbs, _ = verbs_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
+    learner, _ = learner_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
     source = np.random.default_rng(2)
     for _ in range(9):
         rows = some_rows(source, 3, source.normal(size=(2, 3, ACTION)))
-        verbs.store(rows)
+        learner.store(rows)
         simple.add_rows(rows)
-    verbs.flush()
+    learner.flush()
     assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
     assert torch.equal(memory.rows[:, :7].cpu(), simple.rows[:, :7])
 
@@ -125,27 +125,25 @@ def test_storing_is_the_same_in_every_mode(mode, device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records by itself")
 def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monkeypatch):
     """The same order of things, without the kernels for GPUs."""
-    monkeypatch.setattr(
-        "t3d.accelerate.recording.perceptrons", lambda memory, config: {"plain layers": lambda _: networks.mlp}
-    )
+    monkeypatch.setattr("t3d.learners.cudagraph.mlps", lambda memory, config: {"plain layers": lambda _: networks.mlp})
     ends = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, accelerate=mode, n_step=2)
         agent, memory = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN), filled_memory(normalize=True)
-        verbs, sums = verbs_of(agent, memory, config)
+        learner, sums = learner_of(agent, memory, config)
         assert memory.length.tolist() == [150, 150] and not agent.updates.any()  # getting ready changes none
         source = np.random.default_rng(5)
         for step in range(8):
-            action = verbs.explore(source.normal(size=(2, 3, OBS)).astype(np.float32), step)
+            action = learner.explore(source.normal(size=(2, 3, OBS)).astype(np.float32), step)
             if step % 3:
-                verbs.update(0, delayed=step % 2 == 0)
-            verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))
+                learner.update(0, policy_step=step % 2 == 0)
+            learner.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))
             if step == 5:
-                verbs.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
+                learner.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
             if step == 6:  # what is stored already is not stored again with the next observations
-                verbs.flush()
+                learner.flush()
                 memory.add_rows(some_rows(source, 20, source.normal(size=(2, 20, ACTION))))
-        verbs.flush()
+        learner.flush()
         rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
         ends[mode] = {**tensors(agent), **sums, **memory.tensors(), "rows": rows}
     for name, tensor in ends["eager"].items():  # by their norms: Adam makes much of a small gradient's rounding
@@ -153,22 +151,22 @@ def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monke
 
 
 def test_where_kernels_do_not_work_plain_layers_do():
-    def translate(perceptron):
-        return perceptron() + 1
+    def translate(mlp):
+        return mlp() + 1
 
     def broken():
         raise ValueError("no such thing\nat line 7")
 
     with pytest.warns(UserWarning, match=r"^kernels do not work on this machine \(ValueError: no such thing\)\.$"):
-        assert first_that_works(translate, {"kernels": broken, "plain layers": lambda: 1}) == 2
+        assert first_working(translate, {"kernels": broken, "plain layers": lambda: 1}) == 2
     with pytest.raises(CannotCompile, match="ValueError: no such thing"):  # said once, by whoever goes on without
-        first_that_works(translate, {"plain layers": broken})
+        first_working(translate, {"plain layers": broken})
 
 
 def some_rows(source, count, action):
     obs, next_obs = source.normal(size=(2, 2, count, OBS))
     numbers = source.normal(size=(3, 2, count))
-    return Rows(obs, action, numbers[0], next_obs, numbers[1] > 0, numbers[2], numbers[0] > -1)
+    return Transitions(obs, action, numbers[0], next_obs, numbers[1] > 0, numbers[2], numbers[0] > -1)
 
 
 def test_bfloat16_is_for_products_alone():
@@ -177,9 +175,9 @@ def test_bfloat16_is_for_products_alone():
     agents_after = {}
     for precision in ("fp32", "bf16"):
         agent = init_agent(torch.tensor(SEEDS), OBS, ACTION, HIDDEN)
-        verbs, _ = verbs_of(agent, filled_memory(), replace(CONFIG, accelerate="eager", precision=precision))
+        learner, _ = learner_of(agent, filled_memory(), replace(CONFIG, accelerate="eager", precision=precision))
         for update in range(1, 11):
-            verbs.update(0, delayed=update % 2 == 0)
+            learner.update(0, policy_step=update % 2 == 0)
         agents_after[precision] = tensors(agent)
     exact, rounded = agents_after["fp32"], agents_after["bf16"]
     for name, tensor in rounded.items():
@@ -189,8 +187,8 @@ def test_bfloat16_is_for_products_alone():
 
 
 def test_short_runs_never_wait_for_a_compiler():
-    def mode(**knobs):
-        return settle(Config(device="cpu", **knobs), "td3", "HalfCheetah-v5", 1).accelerate
+    def mode(**settings):
+        return resolve(Config(device="cpu", **settings), "td3", "HalfCheetah-v5", 1).accelerate
 
     assert mode(steps=10_000) == "eager" and mode(steps=1_000_000) == "compile"
     assert mode(steps=10_000, updates_per_step=20) == "compile"
@@ -199,12 +197,12 @@ def test_short_runs_never_wait_for_a_compiler():
 
 def test_what_the_hardware_cannot_is_refused(monkeypatch):
     with pytest.raises(t3d.T3DError, match="--accelerate graph is for NVIDIA GPUs"):
-        settle(Config(device="cpu", accelerate="graph"), "td3", "Pendulum-v1", 1)
+        resolve(Config(device="cpu", accelerate="graph"), "td3", "Pendulum-v1", 1)
     with pytest.raises(t3d.T3DError, match="tf32 is for NVIDIA GPUs"):
-        settle(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
+        resolve(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     with pytest.raises(t3d.T3DError, match="bf16: this processor has no such numbers"):
-        settle(Config(device="cpu", precision="bf16"), "td3", "Pendulum-v1", 1)
+        resolve(Config(device="cpu", precision="bf16"), "td3", "Pendulum-v1", 1)
 
 
 def test_without_a_compiler_it_says_so_once_and_goes_on(tmp_path):

@@ -19,54 +19,55 @@ from torch import Tensor
 
 from t3d import agent as agents
 from t3d import networks
-from t3d.accelerate.verbs import CannotCompile, Floats, Learner, add_up, products
 from t3d.config import Config
+from t3d.learners import cpu_mlp
+from t3d.learners.eager import CannotCompile, Floats, LearnerState, add_up, products
 from t3d.replay import Batch, Replay
 from t3d.steps import Agent, learn
 
 
-class Compiled:
+class CompiledLearner:
     """The same functions between tensors that stay where they are, so that a call has nothing to pass or to check."""
 
-    def __init__(self, whole: Learner, learners: list[Learner], config: Config) -> None:
-        keep_translations()
+    def __init__(self, whole: LearnerState, learners: list[LearnerState], config: Config) -> None:
+        set_compile_cache()
         self.store = whole.memory.add_rows
         device, dim = whole.agent.seeds.device, whole.memory.action_dim
         shape = (len(whole.agent.seeds), config.num_envs)
-        self._play = Player(
+        self._play = ActBuffers(
             whole.agent,
             whole.memory,
-            obs=torch.zeros(*shape, whole.memory.seen_dim, device=device),
+            obs=torch.zeros(*shape, whole.memory.input_dim, device=device),
             step=torch.zeros((), dtype=torch.int64, device=device),
             action=torch.zeros(*shape, dim, device=device),
         )
         # On a CPU they are NumPy's too, which does small things in less time than PyTorch.
         names = ("obs", "step", "action") if device.type == "cpu" else ()
         self._here: dict[str, NDArray[Any]] = {name: getattr(self._play, name).numpy() for name in names}
-        students = [Student.of(learner, config.batch_size) for learner in learners]
+        students = [StagedBatch.of(learner, config.batch_size) for learner in learners]
 
         # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
         # are used. Without vector instructions the compiler is done with them in a tenth of the time.
-        def fetch(to: Student) -> None:
+        def fetch(to: StagedBatch) -> None:
             bits, noise = agents.draw(to.learner.agent, config.batch_size, dim)
             batch = to.learner.memory.sample(bits, config.gamma)
             for name, tensor in agents.tensors(to.batch).items():
                 tensor.copy_(getattr(batch, name))
             to.noise.copy_(noise)
 
-        def rest(to: Student, delayed: bool) -> None:
+        def rest(to: StagedBatch, policy_step: bool) -> None:
             with products(config, device):
-                add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, delayed))
+                add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, policy_step))
 
-        def translate(perceptron: Callable[[str], Perceptron]) -> tuple[list[Callable[[], None]], ...]:
-            with computed_by(perceptron(precision_of_acting(config))):
+        def translate(mlp: Callable[[str], Mlp]) -> tuple[list[Callable[[], None]], ...]:
+            with with_mlp(mlp(acting_precision(config))):
                 play = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
-            with computed_by(perceptron(config.precision)):
-                critics = compiled(lambda to: rest(to, delayed=False), students, {})
-                return play, critics, compiled(lambda to: rest(to, delayed=True), students, {})
+            with with_mlp(mlp(config.precision)):
+                critics = compiled(lambda to: rest(to, policy_step=False), students, {})
+                return play, critics, compiled(lambda to: rest(to, policy_step=True), students, {})
 
         self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
-        (self._explore,), self._critics, self._everything = first_that_works(translate, perceptrons(config))
+        (self._explore,), self._critics, self._everything = first_working(translate, mlps(config))
 
     def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
         if not self._here:
@@ -78,16 +79,16 @@ class Compiled:
         self._explore()
         return self._here["action"].copy
 
-    def update(self, k: int, delayed: bool) -> None:
+    def update(self, k: int, policy_step: bool) -> None:
         self._fetch[k]()
-        (self._everything if delayed else self._critics)[k]()
+        (self._everything if policy_step else self._critics)[k]()
 
     def flush(self) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class Player:
+class ActBuffers:
     """Every tensor that acting reads and writes."""
 
     agent: Agent
@@ -97,19 +98,19 @@ class Player:
     action: Tensor
 
     def play(self, noise: float) -> None:
-        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise, self.memory.lens()))
+        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise, self.memory.normalizer()))
 
 
 @dataclass(frozen=True)
-class Student:
+class StagedBatch:
     """A learner, and a batch and noise to hand on."""
 
-    learner: Learner
+    learner: LearnerState
     batch: Batch
     noise: Tensor
 
     @staticmethod
-    def of(learner: Learner, size: int) -> "Student":
+    def of(learner: LearnerState, size: int) -> "StagedBatch":
         memory = learner.memory
         rows = memory.rows.new_zeros(len(memory.rows), size, 1)
 
@@ -117,9 +118,9 @@ class Student:
             return rows.repeat(1, 1, width)
 
         reward, terminated, discount = (rows[..., 0].clone() for _ in range(3))
-        dims = memory.seen_dim, memory.action_dim
+        dims = memory.input_dim, memory.action_dim
         batch = Batch(wide(dims[0]), wide(dims[1]), reward, wide(dims[0]), terminated, discount)
-        return Student(learner, batch, wide(memory.action_dim))
+        return StagedBatch(learner, batch, wide(memory.action_dim))
 
 
 def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> list[Callable[[], None]]:
@@ -183,24 +184,23 @@ def used_inputs(graph: Any) -> list[int]:
     return used
 
 
-Perceptron = Callable[[networks.Parameters, Tensor], Tensor]
+Mlp = Callable[[networks.Parameters, Tensor], Tensor]
 
 
-def perceptrons(config: Config) -> dict[str, Callable[[str], Perceptron]]:
+def mlps(config: Config) -> dict[str, Callable[[str], Mlp]]:
     """How to compute the networks in a precision, best first: in C++ where that is for such networks and machines."""
-    from t3d import processors
 
-    fit = config.device == "cpu" and processors.fits(config.hidden)
-    return best_first({"layers in C++": processors.mlp} if fit else {})
+    fit = config.device == "cpu" and cpu_mlp.fits(config.hidden)
+    return best_first({"layers in C++": cpu_mlp.mlp} if fit else {})
 
 
-def best_first(by_hand: dict[str, Callable[[str], Perceptron]]) -> dict[str, Callable[[str], Perceptron]]:
-    """What is written by hand for perceptrons, if these are perceptrons; then the networks as they stand."""
+def best_first(by_hand: dict[str, Callable[[str], Mlp]]) -> dict[str, Callable[[str], Mlp]]:
+    """What is written by hand for mlps, if these are mlps; then the networks as they stand."""
     own = networks.current()
-    return {**(by_hand if own is networks.PERCEPTRON else {}), "plain layers": lambda _: own.apply}
+    return {**(by_hand if own is networks.MLP else {}), "plain layers": lambda _: own.apply}
 
 
-def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
+def first_working(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
     """Machines and what comes with them are many: where the best way fails, the next one is tried, and that is said."""
     failed: list[str] = []
     for name, way in ways.items():
@@ -216,17 +216,17 @@ def first_that_works(translate: Callable[[Any], Any], ways: dict[str, Any]) -> A
     raise CannotCompile(reason)
 
 
-def computed_by(perceptron: Perceptron) -> AbstractContextManager[None]:
+def with_mlp(mlp: Mlp) -> AbstractContextManager[None]:
     """The networks in use, computed in another way of the same meaning."""
-    return networks.using(networks.Pair(networks.current().init, perceptron))
+    return networks.using(networks.Pair(networks.current().init, mlp))
 
 
-def precision_of_acting(config: Config) -> str:
+def acting_precision(config: Config) -> str:
     """Never less than is needed to learn from what is done."""
     return "fp32" if config.precision == "bf16" else config.precision
 
 
-def kind_of_processor() -> str:
+def cpu_fingerprint() -> str:
     """A name for what this machine's processor can do."""
     able = platform.machine()
     with suppress(OSError):
@@ -235,10 +235,10 @@ def kind_of_processor() -> str:
     return hashlib.sha256(able.encode()).hexdigest()[:8]
 
 
-def keep_translations() -> None:
+def set_compile_cache() -> None:
     """In the user's own cache, where they outlive a restart and nobody else can write them; a folder for each kind of
     processor, because what is compiled for one may be too much for another that shares the user's home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled" / kind_of_processor()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled" / cpu_fingerprint()
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:

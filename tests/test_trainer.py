@@ -12,26 +12,26 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scripted import Scripted
 
 import t3d
-from t3d import states, training
-from t3d.accelerate import accelerate
+from t3d import run_state, trainer
 from t3d.agent import tensors
-from t3d.config import PRESETS, Config, settle
-from t3d.envs import open_source
+from t3d.config import PRESETS, Config, resolve
+from t3d.envs import env_factory
+from t3d.learners import accelerate
 
 SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu", "threads": 1, "progress": False}
 
 
-def begin(seeds=(0,), preset="td3", **knobs):
-    config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **knobs})
-    config = settle(config, preset, "Scripted", len(seeds))
-    return states.begin(open_source(Scripted), list(seeds), config), config
+def begin(seeds=(0,), preset="td3", **settings):
+    config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **settings})
+    config = resolve(config, preset, "Scripted", len(seeds))
+    return run_state.begin(env_factory(Scripted), list(seeds), config), config
 
 
 def advance(state, config, steps):
-    rows, verbs = [], accelerate(state.agent, state.memory, state.sums, config)
+    rows, learner = [], accelerate(state.agent, state.memory, state.sums, config)
     for _ in range(steps):
-        rows += training.turn(state, config, verbs)
-        training.learn_owed(state, config, verbs)
+        rows += trainer.turn(state, config, learner)
+        trainer.learn_owed(state, config, learner)
     return rows
 
 
@@ -73,12 +73,12 @@ def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
         return env
 
     config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, steps=200, num_envs=2)
-    config = settle(config, "td3", "Scripted", 1)
-    state, uneven_lengths = states.begin(open_source(uneven), [0], config), 0
+    config = resolve(config, "td3", "Scripted", 1)
+    state, uneven_lengths = run_state.begin(env_factory(uneven), [0], config), 0
     for _ in range(60):
         advance(state, config, 1)
-        training.note(state)
-        lengths, kept = state.episode_length[0], states.saved(state)["played"][:, 0].numpy()
+        trainer.note(state)
+        lengths, kept = state.episode_length[0], run_state.saved(state)["episode_actions"][:, 0].numpy()
         uneven_lengths += lengths[0] != lengths[1]
         for i, length in enumerate(map(int, lengths)):
             before, own = np.split(kept[:, i], [len(kept) - length])
@@ -105,7 +105,7 @@ def test_updates_per_step_is_kept_exactly(rate, updates):
 
 
 def test_whole_episodes_owe_as_many_updates_as_steps():
-    state, config = begin(random_steps=10, update_after="episode")
+    state, config = begin(random_steps=10, train_freq="episode")
     advance(state, config, 6)  # an episode of 3 is over, the next one is not
     assert state.agent.updates.tolist() == [3]
     advance(state, config, 1)
@@ -113,14 +113,14 @@ def test_whole_episodes_owe_as_many_updates_as_steps():
 
 
 def test_seeds_whose_episodes_differ_owe_and_learn_each_by_itself():
-    alone, config = begin(seeds=[1], random_steps=10, update_after="episode")
+    alone, config = begin(seeds=[1], random_steps=10, train_freq="episode")
     advance(alone, config, 30)
-    state, config = begin(seeds=[0, 1], random_steps=10, update_after="episode")
+    state, config = begin(seeds=[0, 1], random_steps=10, train_freq="episode")
     state.envs._slots[0]._env.episode = 1  # seed 0 is one episode ahead and ends at other times
     advance(state, config, 30)
     assert state.agent.updates.tolist() != [state.agent.updates[1]] * 2
     assert state.agent.updates[1] == alone.agent.updates[0]
-    second = tensors(training.agents.one_seed(state.agent, 1))
+    second = tensors(trainer.agents.one_seed(state.agent, 1))
     for name, tensor in tensors(alone.agent).items():
         assert torch.equal(second[name], tensor), name
 
@@ -130,7 +130,7 @@ def test_a_seed_that_diverges_is_named():
     advance(state, config, 8)
     state.agent.actor["w1"][1] = float("nan")
     with pytest.raises(t3d.T3DError, match="the networks of seed 7 have diverged"):
-        training.turn(state, config, accelerate(state.agent, state.memory, state.sums, config))
+        trainer.turn(state, config, accelerate(state.agent, state.memory, state.sums, config))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -143,9 +143,9 @@ def test_steps_and_updates_count_in_all_environments(count):
 
 
 def test_environments_of_a_seed_differ_in_seed_and_noise():
-    config = settle(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
-    state = states.begin(open_source("Pendulum-v1"), [0, 1], config)
-    action = training.act(state, config, accelerate(state.agent, state.memory, state.sums, config))()
+    config = resolve(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
+    state = run_state.begin(env_factory("Pendulum-v1"), [0, 1], config)
+    action = trainer.act(state, config, accelerate(state.agent, state.memory, state.sums, config))()
     assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 
 
@@ -197,8 +197,16 @@ def test_the_memory_is_no_larger_than_the_run():
 
 
 def train_twice(tmp_path, env="Pendulum-v1", **more):
-    knobs = {**SMALL, "steps": 600, "random_steps": 200, "eval_every": 250, "log_every": 200, "seeds": [2, 5], **more}
-    return [t3d.train(env, out=tmp_path / name, **knobs) for name in ("a", "b")]
+    settings = {
+        **SMALL,
+        "steps": 600,
+        "random_steps": 200,
+        "eval_every": 250,
+        "log_every": 200,
+        "seeds": [2, 5],
+        **more,
+    }
+    return [t3d.train(env, out=tmp_path / name, **settings) for name in ("a", "b")]
 
 
 def test_the_same_command_gives_the_same_files(tmp_path):
@@ -239,9 +247,9 @@ def test_what_a_run_records(tmp_path):
 
 def test_presets_are_what_they_say():
     td3, paper, documents = (PRESETS[name] for name in ("td3", "paper", "documents"))
-    assert (td3.hidden, td3.actor_lr, td3.batch_size, td3.update_after) == ((256, 256), 3e-4, 256, "step")
+    assert (td3.hidden, td3.actor_lr, td3.batch_size, td3.train_freq) == ((256, 256), 3e-4, 256, "step")
     for old in (paper, documents):
-        assert (old.hidden, old.critic_lr, old.batch_size, old.update_after) == ((400, 300), 1e-3, 100, "episode")
+        assert (old.hidden, old.critic_lr, old.batch_size, old.train_freq) == ((400, 300), 1e-3, 100, "episode")
     for preset in (td3, paper, documents):
         assert (preset.gamma, preset.tau, preset.policy_delay, preset.exploration_noise) == (0.99, 0.005, 2, 0.1)
         assert (preset.target_noise, preset.target_noise_clip, preset.buffer_size) == (0.2, 0.5, 1_000_000)
@@ -262,41 +270,41 @@ def test_presets_are_what_they_say():
     ],
 )
 def test_random_steps_by_task(preset, env, steps, expected):
-    config = settle(Config(steps=steps), preset, env, 1)
+    config = resolve(Config(steps=steps), preset, env, 1)
     assert config.random_steps == expected
-    assert settle(Config(steps=steps, random_steps=77), preset, env, 1).random_steps == 77
+    assert resolve(Config(steps=steps, random_steps=77), preset, env, 1).random_steps == 77
 
 
 def test_threads_are_a_fixed_rule():
     small, large = Config(hidden=(16,), batch_size=16), Config()
-    assert settle(small, "td3", "Pendulum-v1", 1).threads == 1
-    assert settle(large, "td3", "Pendulum-v1", 1).threads == min(len(os.sched_getaffinity(0)), 8)
-    assert settle(Config(threads=3), "td3", "Pendulum-v1", 1).threads == 3
+    assert resolve(small, "td3", "Pendulum-v1", 1).threads == 1
+    assert resolve(large, "td3", "Pendulum-v1", 1).threads == min(len(os.sched_getaffinity(0)), 8)
+    assert resolve(Config(threads=3), "td3", "Pendulum-v1", 1).threads == 3
 
 
 @pytest.mark.parametrize("overlap, order", [("off", "explore step store update"), ("on", "explore update step store")])
 def test_with_overlap_updates_are_asked_for_before_the_environments_move(overlap, order):
     state, config = begin(random_steps=5, overlap=overlap)
     advance(state, config, 8)
-    verbs, done = accelerate(state.agent, state.memory, state.sums, config), []
+    learner, done = accelerate(state.agent, state.memory, state.sums, config), []
 
     def noted(name, function):
         return lambda *arguments: (done.append(name), function(*arguments))[1]
 
     for name in ("explore", "store", "update"):
-        setattr(verbs, name, noted(name, getattr(verbs, name)))
+        setattr(learner, name, noted(name, getattr(learner, name)))
     state.envs.step = noted("step", state.envs.step)
-    training.turn(state, config, verbs)
+    trainer.turn(state, config, learner)
     if overlap == "off":
-        training.learn_owed(state, config, verbs)
+        trainer.learn_owed(state, config, learner)
     else:
         done.clear()  # nothing was owed yet
-        training.turn(state, config, verbs)
+        trainer.turn(state, config, learner)
     assert " ".join(done) == order
 
 
 def test_what_is_worth_compiling_goes_by_the_updates_of_all_seeds():
     def mode(steps, seeds):
-        return settle(Config(steps=steps, device="cpu"), "td3", "Pendulum-v1", seeds).accelerate
+        return resolve(Config(steps=steps, device="cpu"), "td3", "Pendulum-v1", seeds).accelerate
 
     assert mode(10_000, 1) == "eager" and mode(10_000, 2) == mode(14_000, 1) == "compile"

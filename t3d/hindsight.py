@@ -15,7 +15,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from t3d import rng
-from t3d.envs import Source
+from t3d.envs import EnvFactory
 from t3d.envs.worker import said
 from t3d.errors import T3DError
 from t3d.layout import describe, leaves, size
@@ -24,23 +24,21 @@ from t3d.rng import Purpose
 PARTS = ("observation", "achieved_goal", "desired_goal")
 
 
-class Goals:
+class Hindsight:
     """Where goals stand in the observations of a task, and the task itself, to ask what a goal is worth."""
 
-    def __init__(self, source: Source, count: int) -> None:
-        self.env, self.count, self.name = source.one(), count, source.name
+    def __init__(self, factory: EnvFactory, count: int) -> None:
+        self.env, self.count, self.name = factory.one(), count, factory.name
         space = self.env.observation_space
         if not isinstance(space, spaces.Dict) or set(PARTS) - set(space.spaces):
-            raise T3DError(
-                f"--relabel is for goal tasks, whose observations have {', '.join(PARTS)}; {self.name} is none."
-            )
+            raise T3DError(f"--her is for goal tasks, whose observations have {', '.join(PARTS)}; {self.name} is none.")
         self._goal = space["desired_goal"]
         if space["achieved_goal"].shape != self._goal.shape or not isinstance(self._goal, spaces.Box):
-            raise T3DError(f"--relabel: what {self.name} achieves and what it desires must be arrays of one shape.")
+            raise T3DError(f"--her: what {self.name} achieves and what it desires must be arrays of one shape.")
         if not self.env.has_wrapper_attr("compute_reward") or not callable(self._ask("compute_reward")):
-            raise T3DError(f"--relabel asks {self.name} what other goals are worth, and it has no compute_reward().")
-        if any(leaf["kind"] == "picture" for leaf in leaves(describe(space, self.name))):
-            raise T3DError(f"--relabel reads goals in numbers; {self.name} has pictures.")
+            raise T3DError(f"--her asks {self.name} what other goals are worth, and it has no compute_reward().")
+        if any(leaf["kind"] == "image" for leaf in leaves(describe(space, self.name))):
+            raise T3DError(f"--her reads goals in numbers; {self.name} has images.")
         self._ends = self.env.has_wrapper_attr("compute_terminated")
         self._where: dict[str, slice] = {}
         end = 0
@@ -53,13 +51,13 @@ class Goals:
     def _ask(self, name: str) -> Any:
         return self.env.get_wrapper_attr(name)
 
-    def relabelled(self, rows: NDArray[np.float32], seed: int, counter: int) -> NDArray[np.float32]:
+    def relabeled(self, rows: NDArray[np.float32], seed: int, counter: int) -> NDArray[np.float32]:
         """The rows (L, W) of an episode with other goals: (L · K, W). `counter` tells the seed's episodes apart."""
         if not self._compared:
             self._compare(rows)
             self._compared = True
         length = len(rows)
-        bits = rng.bits32(torch.tensor([seed]), Purpose.RELABELLING, counter, (length, self.count))[0].numpy()
+        bits = rng.bits32(torch.tensor([seed]), Purpose.HINDSIGHT, counter, (length, self.count))[0].numpy()
         now = np.arange(length)[:, None]
         later = (now + (bits * (length - now) >> 32)).reshape(-1)  # (L · K,)
         new = np.repeat(rows, self.count, 0)
@@ -85,7 +83,7 @@ class Goals:
             again = self._worth("compute_reward", reached, goal)
             if not np.isclose(again, row[-3], rtol=1e-3, atol=1e-4):
                 raise T3DError(
-                    f"--relabel: a step of {self.name} was worth {row[-3]:g}, and its compute_reward() says {again:g}"
+                    f"--her: a step of {self.name} was worth {row[-3]:g}, and its compute_reward() says {again:g}"
                     " for the same goal: rewards of other goals would be wrong."
                 )
 

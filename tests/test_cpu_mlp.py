@@ -4,9 +4,10 @@ import by_hand
 import pytest
 import torch
 
-from t3d import networks, processors
+from t3d import networks
+from t3d.learners import cpu_mlp
 
-if not processors.fits((64, 64)):
+if not cpu_mlp.fits((64, 64)):
     pytest.skip("this processor has no 512-bit vectors", allow_module_level=True)
 SHAPES = [
     ((2, 3), (23, 64, 32, 1), 40),  # twins
@@ -20,25 +21,25 @@ SHAPES = [
 @pytest.mark.parametrize("lead, sizes, batch", SHAPES)
 def test_it_is_the_function_it_stands_for(lead, sizes, batch):
     x = torch.randn(lead[-1], batch, sizes[0])
-    assert max(by_hand.errors(processors.mlp("fp32"), by_hand.parameters(lead, sizes), x)) < 2e-6
+    assert max(by_hand.errors(cpu_mlp.mlp("fp32"), by_hand.parameters(lead, sizes), x)) < 2e-6
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this processor has no bfloat16")
 @pytest.mark.parametrize("lead, sizes, batch", SHAPES)
 def test_bfloat16_rounds_what_is_multiplied_and_nothing_else(lead, sizes, batch):
     weights, x = by_hand.parameters(lead, sizes, bias=10.0), torch.randn(lead[-1], batch, sizes[0])
-    assert max(by_hand.errors(processors.mlp("bf16"), weights, x)) < 1e-2
+    assert max(by_hand.errors(cpu_mlp.mlp("bf16"), weights, x)) < 1e-2
     # Without the hidden products nothing is lost: biases and the last layer are not rounded.
     weights["w2"] = torch.zeros_like(weights["w2"])
     exact = networks.mlp({name: tensor.double() for name, tensor in weights.items()}, x.double())
-    torch.testing.assert_close(processors.mlp("bf16")(weights, x).double(), exact, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(cpu_mlp.mlp("bf16")(weights, x).double(), exact, rtol=1e-5, atol=1e-3)
 
 
 def test_a_part_of_more_seeds():
     whole = by_hand.parameters((2, 5), (23, 64, 32, 1))
     part = {name: tensor.narrow(1, 3, 1) for name, tensor in whole.items()}
     x = torch.randn(1, 16, 30)[..., :23]  # not even in one piece
-    torch.testing.assert_close(processors.mlp("fp32")(part, x), networks.mlp(part, x))
+    torch.testing.assert_close(cpu_mlp.mlp("fp32")(part, x), networks.mlp(part, x))
 
 
 def test_threads_change_no_bit():
@@ -47,7 +48,7 @@ def test_threads_change_no_bit():
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-        y = processors.mlp("fp32")(leaves, x)
+        y = cpu_mlp.mlp("fp32")(leaves, x)
         y.square().sum().backward()
         found.append([y.detach(), *(tensor.grad for tensor in leaves.values())])
     torch.set_num_threads(before)
@@ -57,11 +58,11 @@ def test_threads_change_no_bit():
 def test_what_is_not_a_number_stays_none():
     weights, x = by_hand.parameters((1,), (5, 16, 16, 2)), torch.randn(1, 4, 5)
     x[0, 1, 2] = torch.nan
-    assert processors.mlp("fp32")(weights, x).isnan().any(-1).tolist() == [[False, True, False, False]]
+    assert cpu_mlp.mlp("fp32")(weights, x).isnan().any(-1).tolist() == [[False, True, False, False]]
 
 
 def test_normalised_layers_are_left_to_the_function_itself():
     weights = by_hand.parameters((2, 2), (5, 8, 8, 1))
     weights |= {"gain1": torch.ones(2, 2, 1, 8), "shift1": torch.zeros(2, 2, 1, 8)}
     x = torch.randn(2, 3, 5)
-    assert torch.equal(processors.mlp("fp32")(weights, x), networks.mlp(weights, x))
+    assert torch.equal(cpu_mlp.mlp("fp32")(weights, x), networks.mlp(weights, x))

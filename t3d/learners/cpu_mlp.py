@@ -29,9 +29,9 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
             return networks.mlp(parameters, x)
         weights = [parameters[f"{name}{layer}"] for layer in (1, 2, 3) for name in ("w", "b")]
         if x.requires_grad or any(w.requires_grad for w in weights):
-            out: Tensor = _Perceptron.apply(precision == "bf16", x, *weights)[0]  # type: ignore[no-untyped-call]
+            out: Tensor = _MLP.apply(precision == "bf16", x, *weights)[0]  # type: ignore[no-untyped-call]
             return out
-        y: Tensor = torch.ops.t3d_processors.forward(x, *weights, precision == "bf16", False)[0]
+        y: Tensor = torch.ops.t3d_cpu_mlp.forward(x, *weights, precision == "bf16", False)[0]
         return y
 
     return apply
@@ -42,10 +42,10 @@ def fits(hidden: tuple[int, ...]) -> bool:
     return len(hidden) == 2 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-class _Perceptron(torch.autograd.Function):
+class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(bf16: bool, x: Tensor, *weights: Tensor) -> Any:
-        return torch.ops.t3d_processors.forward(x, *weights, bf16, True)
+        return torch.ops.t3d_cpu_mlp.forward(x, *weights, bf16, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -58,7 +58,7 @@ class _Perceptron(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *kept = ctx.saved_tensors
         into, of_weights = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
-        dx, *of = torch.ops.t3d_processors.backward(x, gradients[0], *kept, ctx.bf16, into, of_weights)
+        dx, *of = torch.ops.t3d_cpu_mlp.backward(x, gradients[0], *kept, ctx.bf16, into, of_weights)
         return None, dx.sum_to_size(x.shape) if into else None, *(of if of_weights else [None] * 6)
 
 
@@ -68,8 +68,8 @@ def load() -> None:
     from torch._inductor.codecache import CppCodeCache
 
     CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
-    torch.library.register_fake("t3d_processors::forward", _forward_empty)
-    torch.library.register_fake("t3d_processors::backward", _backward_empty)
+    torch.library.register_fake("t3d_cpu_mlp::forward", _forward_empty)
+    torch.library.register_fake("t3d_cpu_mlp::backward", _backward_empty)
 
 
 def _forward_empty(

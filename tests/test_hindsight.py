@@ -1,4 +1,4 @@
-"""[step 1] Rows that are stored again with goals that were reached.
+"""[step 1] Transitions that are stored again with goals that were reached.
 
 python tests/test_goals.py      the goal task with relabelling and without, three seeds each
 """
@@ -12,30 +12,30 @@ import pytest
 from scripted import Reach
 
 import t3d
-from t3d import states, training
-from t3d.accelerate import accelerate
-from t3d.config import Config, settle
-from t3d.envs import open_source
-from t3d.goals import Goals
+from t3d import run_state, trainer
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
+from t3d.hindsight import Hindsight
+from t3d.learners import accelerate
 
 # achieved_goal, desired_goal, observation: Gymnasium sorts the keys of a Dict.
 ACHIEVED, DESIRED = slice(0, 2), slice(2, 4)
 
 
-def begin(**knobs):
+def begin(**settings):
     config = Config(
-        hidden=(8, 8), batch_size=8, device="cpu", threads=1, **{"steps": 300, "random_steps": 200, **knobs}
+        hidden=(8, 8), batch_size=8, device="cpu", threads=1, **{"steps": 300, "random_steps": 200, **settings}
     )
-    config = settle(config, "td3", "Reach", 2)
-    state = states.begin(open_source(Reach), [3, 5], config)
+    config = resolve(config, "td3", "Reach", 2)
+    state = run_state.begin(env_factory(Reach), [3, 5], config)
     return state, config, accelerate(state.agent, state.memory, state.sums, config)
 
 
 @pytest.mark.parametrize("envs", [1, 3])
 def test_every_row_comes_back_with_goals_that_were_reached_later(envs):
-    state, config, verbs = begin(relabel=4, num_envs=envs)
+    state, config, learner = begin(her=4, num_envs=envs)
     for _ in range(2 * Reach.limit):
-        training.turn(state, config, verbs)
+        trainer.turn(state, config, learner)
     assert state.memory.stored.tolist() == [envs * 2 * Reach.limit * 5] * 2 and state.step == envs * 2 * Reach.limit
     rows = state.memory.rows[0, : int(state.memory.length[0])].numpy()
     real, extra = rows[: envs * Reach.limit], rows[envs * Reach.limit :][: 4 * envs * Reach.limit]
@@ -61,10 +61,10 @@ def test_every_row_comes_back_with_goals_that_were_reached_later(envs):
 def test_updates_count_real_steps():
     run = {}
     for count in (0, 4):
-        state, config, verbs = begin(relabel=count, steps=120, random_steps=60)
+        state, config, learner = begin(her=count, steps=120, random_steps=60)
         for _ in range(120):
-            training.turn(state, config, verbs)
-            training.learn_owed(state, config, verbs)
+            trainer.turn(state, config, learner)
+            trainer.learn_owed(state, config, learner)
         run[count] = state.updates.tolist()
     assert run[0] == run[4] == [60, 60]
 
@@ -73,17 +73,17 @@ def test_what_cannot_be_relabelled_is_said(tmp_path):
     with pytest.raises(
         t3d.T3DError, match=r"is for goal tasks, whose observations have observation.*Pendulum-v1 is none"
     ):
-        Goals(open_source("Pendulum-v1"), 4)
-    with pytest.raises(t3d.T3DError, match="--relabel needs --n-step 1"):
-        begin(relabel=4, n_step=3)
+        Hindsight(env_factory("Pendulum-v1"), 4)
+    with pytest.raises(t3d.T3DError, match="--her needs --n-step 1"):
+        begin(her=4, n_step=3)
 
     class Dumb(Reach):
         compute_reward = None
 
     with pytest.raises(t3d.T3DError, match=r"it has no compute_reward\(\)"):
-        Goals(open_source(Dumb), 4)
-    with pytest.raises(t3d.T3DError, match="does not hold an episode of 15 steps with --relabel 4"):
-        t3d.train(Reach, 100, out=tmp_path / "run", relabel=4, buffer_size=40, progress=False)
+        Hindsight(env_factory(Dumb), 4)
+    with pytest.raises(t3d.T3DError, match="does not hold an episode of 15 steps with --her 4"):
+        t3d.train(Reach, 100, out=tmp_path / "run", her=4, buffer_size=40, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -107,27 +107,27 @@ def test_rewards_that_cannot_be_had_again_are_refused(compute_reward, sentence, 
             return obs, Reach.compute_reward(self, self.at, self.goal, {}), *rest
 
     def relabelled_reward(self, achieved, desired, info):
-        return compute_reward(self, achieved, desired, info) if not hasattr(self, "time") else 0.0  # to relabel
+        return compute_reward(self, achieved, desired, info) if not hasattr(self, "time") else 0.0  # to her
 
     Task.compute_reward = relabelled_reward
     with pytest.raises(t3d.T3DError, match=sentence):
-        t3d.train(Task, 100, out=tmp_path / "run", relabel=4, progress=False, hidden=(8, 8), eval_episodes=1)
+        t3d.train(Task, 100, out=tmp_path / "run", her=4, progress=False, hidden=(8, 8), eval_episodes=1)
 
 
 def test_what_was_reached_before_a_cut_is_relabelled_too():
-    state, config, verbs = begin(relabel=2)
+    state, config, learner = begin(her=2)
     for _ in range(4):
-        training.turn(state, config, verbs)
+        trainer.turn(state, config, learner)
     before = state.memory.stored.copy()
-    states.cut_episodes(state, np.array([[True], [False]]), state.obs)
+    run_state.cut_episodes(state, np.array([[True], [False]]), state.obs)
     assert (state.memory.stored - before).tolist() == [4 * 2, 0] and state.episode_length.tolist() == [[0], [4]]
 
 
 def learned(count, seeds, steps, folder):
     """The share of steps at the goal, in the last evaluation."""
-    knobs = {"hidden": (64, 64), "batch_size": 64, "random_steps": 500, "eval_every": steps, "eval_episodes": 20}
-    knobs |= {"gamma": 0.95, "actor_lr": 1e-3, "critic_lr": 1e-3, "device": "cpu", "accelerate": "eager"}
-    run = t3d.train(Reach, steps, seeds, folder, relabel=count, progress=False, **knobs)
+    settings = {"hidden": (64, 64), "batch_size": 64, "random_steps": 500, "eval_every": steps, "eval_episodes": 20}
+    settings |= {"gamma": 0.95, "actor_lr": 1e-3, "critic_lr": 1e-3, "device": "cpu", "accelerate": "eager"}
+    run = t3d.train(Reach, steps, seeds, folder, her=count, progress=False, **settings)
     last = [row["returns"] for row in run.evaluations if row["step"] == steps]
     return 1 + np.array(last).mean(1) / Reach.limit
 
@@ -141,7 +141,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for count in (4, 0):
             shares = learned(count, 3, 4_000, Path(folder) / str(count))
-            print(f"relabel {count}: at the goal in {', '.join(f'{share:.0%}' for share in shares)} of the steps")
+            print(f"her {count}: at the goal in {', '.join(f'{share:.0%}' for share in shares)} of the steps")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What networks see of an observation with pictures: the last few frames, the newest behind, and then the numbers.
+"""What networks see of an observation with images: the last few frames, the newest behind, and then the numbers.
 
-A frame is all the pictures of one observation, laid on top of each other: height × width × channels. What else is in
+A frame is all the images of one observation, laid on top of each other: height × width × channels. What else is in
 the observation joins behind the frames, of the newest observation alone.
 
     frame | … | frame | numbers
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from t3d.errors import T3DError
-from t3d.layout import Layout, leaves, picture_size, size
+from t3d.layout import Layout, image_size, leaves, size
 
 Floats = NDArray[np.float32]
 LARGEST = 2**26  # numbers that are seen at once
 
 
 @dataclass(frozen=True)
-class Sight:
+class FrameStack:
     """How many frames of which size are seen at once, and where pixels and numbers stand in an observation."""
 
     stack: int
@@ -30,27 +30,27 @@ class Sight:
     numbers: NDArray[np.int64]  # (V,) columns
 
     @staticmethod
-    def of(layout: Layout, stack: int, name: str = "the observation") -> "Sight | None":
-        """Of observations of this layout; none if they have no pictures."""
-        pictures, numbers, end = [], [np.zeros(0, np.int64)], 0
+    def of(layout: Layout, stack: int, name: str = "the observation") -> "FrameStack | None":
+        """Of observations of this layout; none if they have no images."""
+        images, numbers, end = [], [np.zeros(0, np.int64)], 0
         for leaf in leaves(layout):
             columns, end = np.arange(end, end + size(leaf)), end + size(leaf)
-            if leaf["kind"] == "picture":
-                pictures.append(columns.reshape(picture_size(leaf)))
+            if leaf["kind"] == "image":
+                images.append(columns.reshape(image_size(leaf)))
             else:
                 numbers.append(columns)
-        if not pictures:
+        if not images:
             return None
-        sizes = sorted({picture.shape[:2] for picture in pictures})
+        sizes = sorted({image.shape[:2] for image in images})
         if len(sizes) > 1:
-            raise T3DError(f"{name} has pictures of several sizes, {sizes}; they must have one to be seen together.")
-        together = np.concatenate(pictures, 2)
+            raise T3DError(f"{name} has images of several sizes, {sizes}; they must have one to be seen together.")
+        together = np.concatenate(images, 2)
         height, width, channels = together.shape
         if stack * together.size > LARGEST:
             raise T3DError(
                 f"{stack} frames of {height} x {width} are too many pixels: lower --pixels or --frame-stack."
             )
-        return Sight(stack, height, width, channels, together.reshape(-1), np.concatenate(numbers))
+        return FrameStack(stack, height, width, channels, together.reshape(-1), np.concatenate(numbers))
 
     @property
     def frame_size(self) -> int:

@@ -414,7 +414,7 @@ Gradients run_backward(const Tensor& given, const Tensor& dy_given, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY(t3d_processors, library) {
+TORCH_LIBRARY(t3d_cpu_mlp, library) {
   library.def(
       "forward(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor w3, Tensor b3, bool bf16, bool keep)"
       " -> (Tensor, Tensor, Tensor)");
@@ -423,7 +423,7 @@ TORCH_LIBRARY(t3d_processors, library) {
       " bool of_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(t3d_processors, CPU, library) {
+TORCH_LIBRARY_IMPL(t3d_cpu_mlp, CPU, library) {
   library.impl("forward", run_forward);
   library.impl("backward", run_backward);
 }

@@ -19,11 +19,11 @@ from killed import KNOBS, rows_of
 
 import t3d
 from t3d import networks
-from t3d.beside import Beside, decide_eval_beside
-from t3d.config import Config, settle
+from t3d.config import Config, resolve
 from t3d.display import Display
-from t3d.envs import open_source
-from t3d.evaluation import Evaluation, Evaluator, Players
+from t3d.envs import env_factory
+from t3d.evaluate.async_evaluator import AsyncEvaluator, resolve_async_eval
+from t3d.evaluate.evaluator import Evaluation, Evaluator, PolicySnapshot
 
 SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
 GONE = r"there is no process for evaluations \({}.*\): they take turns with training."
@@ -42,12 +42,12 @@ def policies(run):
 
 def test_the_same_evaluations_and_policies_as_in_turns(tmp_path):
     # With this gamma the time limit does not hide what is to be compared with the critics' values.
-    knobs = {**SMALL, "normalize_obs": "on", "eval_values": "on", "gamma": 0.9}
-    runs = [t3d.train("Pendulum-v1", out=tmp_path / word, eval_beside=word, **knobs) for word in ("on", "off")]
+    settings = {**SMALL, "normalize_obs": "on", "eval_values": "on", "gamma": 0.9}
+    runs = [t3d.train("Pendulum-v1", out=tmp_path / word, async_eval=word, **settings) for word in ("on", "off")]
     assert evaluations(runs[0]) == evaluations(runs[1]) and len(evaluations(runs[0])) == 8
-    assert all(row["expected"] is not None and row["came"] < 0 for row in evaluations(runs[0]))
+    assert all(row["q_predicted"] is not None and row["discounted_return"] < 0 for row in evaluations(runs[0]))
     assert policies(runs[0]) == policies(runs[1])
-    assert [run.config["eval_beside"] for run in runs] == ["on", "off"]
+    assert [run.config["async_eval"] for run in runs] == ["on", "off"]
     assert runs[0].policy(3, "last").card.step == 300
 
 
@@ -60,13 +60,13 @@ class Locked(Counter):
 
 
 def test_where_evaluations_are_played():
-    devices = [Config(device="cuda", eval_beside=word).eval_device for word in ("on", "off", "auto")]
+    devices = [Config(device="cuda", async_eval=word).eval_device for word in ("on", "off", "auto")]
     assert devices == ["cpu", "cuda", "cuda"]
 
 
 def test_rows_keep_their_order(tmp_path):
     """An evaluation is taken in when the next one is due, and the last two at the end."""
-    run = t3d.train(Locked, out=tmp_path / "run", eval_beside="on", log_every=50, **SMALL)
+    run = t3d.train(Locked, out=tmp_path / "run", async_eval="on", log_every=50, **SMALL)
     told = [(row["kind"], row["step"]) for row in run.metrics if row["seed"] == 3 and row["kind"] != "episode"]
     assert told == [
         *(("training", 50), ("training", 100), ("evaluation", 0), ("training", 150), ("training", 200)),
@@ -80,18 +80,18 @@ def asked():
     opened = []
 
     def open_one(env, obs_dim=2):
-        config = settle(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3}), "td3", "x", 2)
-        opened.append(Beside(open_source(env), [3, 8], config, None))
-        return opened[-1], Players(networks.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
+        config = resolve(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3}), "td3", "x", 2)
+        opened.append(AsyncEvaluator(env_factory(env), [3, 8], config, None))
+        return opened[-1], PolicySnapshot(networks.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
 
     yield open_one
     for evaluator in opened:
         evaluator.close()
 
 
-def in_turns(env, players):
-    with closing(Evaluator(open_source(env), [3, 8], 3, gamma=0.99)) as evaluator:
-        return evaluator.play(players)
+def in_turns(env, policy_snapshot):
+    with closing(Evaluator(env_factory(env), [3, 8], 3, gamma=0.99)) as evaluator:
+        return evaluator.play(policy_snapshot)
 
 
 def never():
@@ -99,25 +99,25 @@ def never():
 
 
 def test_a_process_that_is_killed_is_done_without(asked):
-    evaluator, players = asked(Counter)
-    expected = in_turns(Counter, players)
-    evaluator.ask(players)
-    assert (evaluator.answer(players, never).returns == expected.returns).all()
+    evaluator, policy_snapshot = asked(Counter)
+    expected = in_turns(Counter, policy_snapshot)
+    evaluator.submit(policy_snapshot)
+    assert (evaluator.result(policy_snapshot, never).returns == expected.returns).all()
     evaluator._process.kill()
     evaluator._process.wait()
     with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
-        evaluator.ask(players)
+        evaluator.submit(policy_snapshot)
     for _ in range(2):
-        evaluation = evaluator.answer(players, never)
+        evaluation = evaluator.result(policy_snapshot, never)
         assert (evaluation.returns == expected.returns).all() and (evaluation.lengths == 10).all()
-        evaluator.ask(players)
+        evaluator.submit(policy_snapshot)
 
 
 def test_who_is_told_to_stop_does_not_begin_to_play_instead(asked):
-    evaluator, players = asked(Counter)
+    evaluator, policy_snapshot = asked(Counter)
     evaluator._process.kill()
     with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
-        assert evaluator.answer(players, lambda: True) is None
+        assert evaluator.result(policy_snapshot, lambda: True) is None
     assert evaluator._instead is None
 
 
@@ -129,9 +129,9 @@ def test_an_environment_that_cannot_be_sent(asked):
             return Counter()
 
     with pytest.warns(UserWarning, match=GONE.format("TypeError: cannot pickle")):
-        evaluator, players = asked(locked)
-    evaluator.ask(players)
-    assert (evaluator.answer(players, never).returns == in_turns(Counter, players).returns).all()
+        evaluator, policy_snapshot = asked(locked)
+    evaluator.submit(policy_snapshot)
+    assert (evaluator.result(policy_snapshot, never).returns == in_turns(Counter, policy_snapshot).returns).all()
 
 
 class Poisoned(Counter):
@@ -141,13 +141,13 @@ class Poisoned(Counter):
 
 
 def test_what_goes_wrong_there_is_said_here(asked):
-    evaluator, players = asked(Poisoned)
-    evaluator.ask(players)
+    evaluator, policy_snapshot = asked(Poisoned)
+    evaluator.submit(policy_snapshot)
     with (
         pytest.warns(UserWarning, match=GONE.format("EnvError: Poisoned.*the reward is nan")),
         pytest.raises(t3d.T3DError, match="the reward is nan"),
     ):
-        evaluator.answer(players, never)
+        evaluator.result(policy_snapshot, never)
 
 
 class Slow(Counter):
@@ -161,13 +161,13 @@ class Slow(Counter):
 
 
 def test_it_can_be_told_to_stop_and_looked_at(asked):
-    evaluator, players = asked(Slow)
-    evaluator.ask(players)
-    assert evaluator.glance() is None and evaluator.answer(players, lambda: True) is None
-    evaluation = evaluator.answer(players, never)
-    assert evaluator.glance() is evaluation and (evaluation.lengths == 10).all()
-    evaluator.ask(players)
-    assert evaluator.glance() is None  # not the one before
+    evaluator, policy_snapshot = asked(Slow)
+    evaluator.submit(policy_snapshot)
+    assert evaluator.poll() is None and evaluator.result(policy_snapshot, lambda: True) is None
+    evaluation = evaluator.result(policy_snapshot, never)
+    assert evaluator.poll() is evaluation and (evaluation.lengths == 10).all()
+    evaluator.submit(policy_snapshot)
+    assert evaluator.poll() is None  # not the one before
 
 
 def test_what_is_there_early_is_shown_once(capsys):
@@ -187,10 +187,10 @@ ORPHAN = """
 import sys, time
 sys.path[:0] = [{tests!r}]
 import torch
-from test_beside import Beside, Config, KNOBS, Players, Slow, networks, open_source, settle
+from test_beside import AsyncEvaluator, Config, KNOBS, PolicySnapshot, Slow, networks, env_factory, settle
 config = settle(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", "x", 1)
-evaluator = Beside(open_source(Slow, {{"seconds": 0.5}}), [3], config, None)
-evaluator.ask(Players(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
+evaluator = AsyncEvaluator(env_factory(Slow, {{"seconds": 0.5}}), [3], config, None)
+evaluator.ask(PolicySnapshot(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
 print(evaluator._process.pid, flush=True)
 evaluator.answer(None, lambda: False)
 """
@@ -231,15 +231,15 @@ def alive(pid):
         ({"sight": object()}, "off"),
         ({"vector": object()}, "off"),
         ({"from_python": True}, "off"),
-        ({"eval_beside": "on", "device": "cpu", "envs": 99}, "on"),
-        ({"eval_beside": "off"}, "off"),
+        ({"async_eval": "on", "device": "cpu", "envs": 99}, "on"),
+        ({"async_eval": "off"}, "off"),
     ],
 )
 def test_where_it_is_left_open(change, decision, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    config = Config(device=change.get("device", "cuda"), eval_beside=change.get("eval_beside", "auto"))
+    config = Config(device=change.get("device", "cuda"), async_eval=change.get("async_eval", "auto"))
     source = SimpleNamespace(vector=change.get("vector"), from_python=change.get("from_python", False), real=False)
-    envs = SimpleNamespace(count=change.get("envs", 10), sight=change.get("sight"))
+    envs = SimpleNamespace(count=change.get("envs", 10), frame_stack=change.get("sight"))
     width = change.get("hidden", 256)
     actor = {"w1": torch.empty(10, 17, width, device="meta"), "w2": torch.empty(10, width, width, device="meta")}
-    assert decide_eval_beside(config, source, actor, envs).eval_beside == decision
+    assert resolve_async_eval(config, source, actor, envs).async_eval == decision

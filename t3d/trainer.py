@@ -18,26 +18,26 @@ import torch
 from numpy.typing import NDArray
 
 from t3d import agent as agents
-from t3d.accelerate import Verbs
-from t3d.beside import Beside
 from t3d.config import Config, parse_every
 from t3d.display import Display
-from t3d.envs import Source
+from t3d.envs import EnvFactory
 from t3d.envs.batch import MOST_LOSSES, EnvError
 from t3d.errors import T3DError, plain_lines, shown
-from t3d.evaluation import Evaluation, Evaluator, NoEvaluator, Players
+from t3d.evaluate.async_evaluator import AsyncEvaluator
+from t3d.evaluate.evaluator import Evaluation, Evaluator, NoEvaluator, PolicySnapshot
+from t3d.learners import Learner
 from t3d.policy import Card, Policy
-from t3d.replay import Flags, Lens, into_row
+from t3d.replay import Flags, Normalizer, pack
+from t3d.run_state import METRICS, State, begin_anew, policy_snapshot, relabel_episode, reset_environments, saved
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run, Which
-from t3d.states import METRICS, State, begin_anew, players, relabel, reset_environments, saved
-from t3d.steps import is_delayed
+from t3d.steps import is_policy_step
 
 
 def run(
     state: State,
-    verbs: Verbs,
-    evaluator: Evaluator | Beside | NoEvaluator,
+    learner: Learner,
+    evaluator: Evaluator | AsyncEvaluator | NoEvaluator,
     config: Config,
     folder: Run,
     display: Display,
@@ -52,21 +52,21 @@ def run(
     marked, marked_step = time.perf_counter(), state.step
 
     def save() -> None:
-        verbs.flush()
+        learner.flush()
         note(state)
         agents.refuse_diverged(agents.tensors(state.agent), state.seeds)
         checkpoints.save(state.step, saved(state), state.memory)
         if not config.eval_every:
             save_last_policies(state, config, folder)
 
-    def take_in(playing: Players) -> None:
+    def take_in(pending_eval: PolicySnapshot) -> None:
         try:
-            evaluation = evaluator.answer(playing, stop)
+            evaluation = evaluator.result(pending_eval, stop)
         except EnvError as failure:
             raise stopped_by(failure) from failure
         if evaluation is not None:  # else it is still owed
-            record(state, playing, evaluation, config, folder, display)
-            state.playing = None
+            record(state, pending_eval, evaluation, config, folder, display)
+            state.pending_eval = None
             if config.real_env and not stop() and state.step < config.steps:
                 reset_environments(state)
 
@@ -91,34 +91,34 @@ def run(
         save()
         if not config.eval_every:
             state.evaluated = 0
-    if state.playing is not None:
-        evaluator.ask(state.playing)  # again: when the run was stopped, what came of it was not recorded
+    if state.pending_eval is not None:
+        evaluator.submit(state.pending_eval)  # again: when the run was stopped, what came of it was not recorded
     while True:
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
         test = evaluation_due(state, config, last)
         # With overlap the updates that are owed are left for the next turn, unless they are in what is read here.
         if config.overlap != "on" or log or test:
-            learn_owed(state, config, verbs, stop)
+            learn_owed(state, config, learner, stop)
         if log and not stop():
             now = time.perf_counter()
             rows = training_rows(state, config, (state.step - marked_step) / (now - marked))
             marked, marked_step, state.logged = now, state.step, state.step
             display.training(rows)
             folder.record(rows)
-            if early := evaluator.glance():
+            if early := evaluator.poll():
                 display.evaluated(state.evaluated, early)
         # What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed step, so
         # that rows keep their order.
         paused = time.perf_counter()
-        if test and not stop() and state.playing is not None:
-            take_in(state.playing)
+        if test and not stop() and state.pending_eval is not None:
+            take_in(state.pending_eval)
         if test and not stop():
-            verbs.flush()
-            state.playing, state.evaluated = players(state, config), state.step
-            evaluator.ask(state.playing)
-        if state.playing is not None and (last or not evaluator.beside) and not stop():
-            take_in(state.playing)
+            learner.flush()
+            state.pending_eval, state.evaluated = policy_snapshot(state, config), state.step
+            evaluator.submit(state.pending_eval)
+        if state.pending_eval is not None and (last or not evaluator.beside) and not stop():
+            take_in(state.pending_eval)
         marked += time.perf_counter() - paused
         if stop() or last:
             break
@@ -129,7 +129,7 @@ def run(
             if schedule.steps:
                 checkpoints.wait()
         try:
-            rows = turn(state, config, verbs)
+            rows = turn(state, config, learner)
         except EnvError as failure:
             raise stopped_by(failure) from failure
         if rows:
@@ -192,9 +192,9 @@ def nth(number: int) -> str:
 
 def save_last_policies(state: State, config: Config, folder: Run) -> None:
     """Where no evaluation saves them: every seed's actor as it is now, with a card that has no returns."""
-    playing = players(state, config)
+    pending_eval = policy_snapshot(state, config)
     for k in range(len(state.seeds)):
-        folder.save_policy(policy_of(state, k, playing, config, folder, state.step), "last")
+        folder.save_policy(policy_of(state, k, pending_eval, config, folder, state.step), "last")
 
 
 def evaluation_due(state: State, config: Config, last: bool) -> bool:
@@ -208,7 +208,7 @@ def evaluation_due(state: State, config: Config, last: bool) -> bool:
 
 def finished(state: State, config: Config) -> bool:
     """Whether nothing is left to do."""
-    evaluated = not config.eval_every or (state.evaluated == state.step and state.playing is None)
+    evaluated = not config.eval_every or (state.evaluated == state.step and state.pending_eval is None)
     return state.step >= config.steps and evaluated
 
 
@@ -232,29 +232,29 @@ class Schedule:
         return True
 
 
-def turn(state: State, config: Config, verbs: Verbs) -> list[dict[str, Any]]:
+def turn(state: State, config: Config, learner: Learner) -> list[dict[str, Any]]:
     """Every environment one step further; returns a row for each episode that ended."""
-    action = act(state, config, verbs)
+    action = act(state, config, learner)
     if config.overlap == "on":
-        learn_owed(state, config, verbs)  # asked for now, done while the environments move
+        learn_owed(state, config, learner)  # asked for now, done while the environments move
     note(state)  # the step before this one, while a GPU is busy with the actions
-    return collect(state, action(), config, verbs)
+    return collect(state, action(), config, learner)
 
 
-def act(state: State, config: Config, verbs: Verbs) -> Callable[[], NDArray[np.float32]]:
+def act(state: State, config: Config, learner: Learner) -> Callable[[], NDArray[np.float32]]:
     """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called for."""
     random = config.random_steps - state.step
     if random <= 0:
-        return verbs.explore(state.obs, state.step)
+        return learner.explore(state.obs, state.step)
     action = agents.random_action(torch.tensor(state.seeds), state.step, config.num_envs, state.envs.actions.dim)
     drawn = np.asarray(action.numpy())
     if random >= config.num_envs:
         return lambda: drawn
-    explored = verbs.explore(state.obs, state.step)  # the last random steps are fewer than there are environments
+    explored = learner.explore(state.obs, state.step)  # the last random steps are fewer than there are environments
     return lambda: np.concatenate([drawn[:, :random], explored()[:, random:]], 1)
 
 
-def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Verbs) -> list[dict[str, Any]]:
+def collect(state: State, action: NDArray[np.float32], config: Config, learner: Learner) -> list[dict[str, Any]]:
     """[step 1] Step the environments and store the transitions; returns a row for each episode that ended."""
     agents.refuse_divergence(action, state.seeds)
     shape = action.shape[:2]  # (S, N)
@@ -275,8 +275,8 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     before, after, frames = state.memory.look(
         state.obs, final_obs, obs, valid, lambda: moved.begun(active).reshape(shape)
     )
-    transitions = state.steps_under_way.add(before, action, reward, after, terminated, truncated, valid)
-    verbs.store(transitions if frames is None else transitions._replace(frames=frames))
+    transitions = state.n_step_buffer.add(before, action, reward, after, terminated, truncated, valid)
+    learner.store(transitions if frames is None else transitions._replace(frames=frames))
 
     state.unnoted = action, obs, reward, valid
     state.obs = obs
@@ -284,13 +284,13 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
     state.episode_length += valid
     if state.goals is not None:
         whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
-        into_row(whole, transitions, state.memory.obs_dim)
-        state.history.add(whole, valid, state.episode_length)
+        pack(whole, transitions, state.memory.obs_dim)
+        state.episode_rows.add(whole, valid, state.episode_length)
     state.step += min(left, shape[1])
-    if config.update_after == "step":
-        state.earned.fill(max(0, state.step - config.random_steps))
+    if config.train_freq == "step":
+        state.update_credit.fill(max(0, state.step - config.random_steps))
     ended = terminated | truncated
-    rows = episodes_ended(state, ended, terminated, valid, config, verbs) if np.count_nonzero(ended) else []
+    rows = episodes_ended(state, ended, terminated, valid, config, learner) if np.count_nonzero(ended) else []
     if failed is not None:
         failed.rows = rows
         raise failed
@@ -298,7 +298,7 @@ def collect(state: State, action: NDArray[np.float32], config: Config, verbs: Ve
 
 
 def episodes_ended(
-    state: State, ended: Flags, terminated: Flags, valid: Flags, config: Config, verbs: Verbs
+    state: State, ended: Flags, terminated: Flags, valid: Flags, config: Config, learner: Learner
 ) -> list[dict[str, Any]]:
     """A row for each of the episodes (S, N) that ended, and a fresh page for those that begin."""
     note(state)
@@ -307,11 +307,11 @@ def episodes_ended(
         score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
         row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
         rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
-        if config.update_after == "episode":
-            state.earned[k] += length
+        if config.train_freq == "episode":
+            state.update_credit[k] += length
         if state.goals is not None:
-            verbs.flush()  # what came before goes in before
-            relabel(state, k, i)
+            learner.flush()  # what came before goes in before
+            relabel_episode(state, k, i)
     begin_anew(state, ended)
     return rows
 
@@ -324,23 +324,23 @@ def note(state: State) -> None:
     step = action.tobytes() + obs.tobytes() + reward.tobytes()
     told = blake2b(state.fingerprint.tobytes() + step, digest_size=32).digest()
     state.fingerprint = np.frombuffer(bytearray(told), np.uint8)
-    state.played.add(action, valid, state.episode_length)
+    state.episode_actions.add(action, valid, state.episode_length)
     state.unnoted = None
 
 
-def learn_owed(state: State, config: Config, verbs: Verbs, stop: Callable[[], bool] = lambda: False) -> None:
+def learn_owed(state: State, config: Config, learner: Learner, stop: Callable[[], bool] = lambda: False) -> None:
     """Run the updates that are owed, or as many of them as there is time for."""
-    together = config.update_after == "step"  # all seeds at once: they owe the same
+    together = config.train_freq == "step"  # all seeds at once: they owe the same
     for k in range(1 if together else len(state.seeds)):
         # From the whole count each time: 0.3 added up fifty times is not 15.
-        done, all_owed = int(state.updates[k]), floor(int(state.earned[k]) * config.updates_per_step + 1e-9)
+        done, all_owed = int(state.updates[k]), floor(int(state.update_credit[k]) * config.updates_per_step + 1e-9)
         if done == 0 and all_owed and not state.memory.stored.all():
             return  # nothing to sample yet; the updates stay owed
         for update in range(done + 1, all_owed + 1):
             if stop():
                 return
             state.updates[slice(None) if together else k] = update
-            verbs.update(k, is_delayed(update, config.policy_delay))
+            learner.update(k, is_policy_step(update, config.policy_delay))
 
 
 def training_rows(state: State, config: Config, steps_per_second: float) -> list[dict[str, Any]]:
@@ -367,10 +367,10 @@ def _finite(number: float) -> float | None:
 
 
 def record(
-    state: State, playing: Players, evaluation: Evaluation, config: Config, folder: Run, display: Display
+    state: State, pending_eval: PolicySnapshot, evaluation: Evaluation, config: Config, folder: Run, display: Display
 ) -> None:
     """The rows of an evaluation of every seed's actor, and the best and the last policies."""
-    agents.refuse_diverged(playing.actor, state.seeds)
+    agents.refuse_diverged(pending_eval.actor, state.seeds)
     rows = []
     for k, seed in enumerate(state.seeds):
         returns, lengths = evaluation.returns[k], evaluation.lengths[k].tolist()
@@ -378,8 +378,8 @@ def record(
         row = {"kind": "evaluation", "step": state.evaluated, "seed": seed, "returns": _numbers(returns)}
         rows.append({**row, "lengths": lengths, "mean": _finite(mean)})
         if evaluation.values is not None:
-            rows[-1]["expected"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
-            rows[-1]["came"] = _finite(float(evaluation.values.came[k]))
+            rows[-1]["q_predicted"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
+            rows[-1]["discounted_return"] = _finite(float(evaluation.values.came[k]))
         names: list[Which] = ["last"]
         for episode in given_up:
             display.say(
@@ -389,7 +389,7 @@ def record(
         if not len(given_up) and mean > state.best[k]:
             state.best[k] = mean
             names.append("best")
-        policy = policy_of(state, k, playing, config, folder, state.evaluated, _numbers(returns), lengths)
+        policy = policy_of(state, k, pending_eval, config, folder, state.evaluated, _numbers(returns), lengths)
         for which in names:
             folder.save_policy(policy, which)
     if evaluation.replayed:
@@ -408,7 +408,7 @@ def _numbers(returns: NDArray[np.float64]) -> list[float | None]:
 def policy_of(
     state: State,
     k: int,
-    playing: Players,
+    pending_eval: PolicySnapshot,
     config: Config,
     folder: Run,
     step: int,
@@ -429,17 +429,20 @@ def policy_of(
         action_dtype=str(actions.low.dtype),
         hidden=list(config.hidden),
         network=getattr(state.network, "name", None),
-        stack=config.frame_stack if state.envs.sight else 1,
+        stack=config.frame_stack if state.envs.frame_stack else 1,
         run=folder.identity,
     )
-    actor, lens = ({name: part[k : k + 1] for name, part in parts.items()} for parts in (playing.actor, playing.lens))
-    return Policy(actor, card, Lens(**lens) if lens else None)
+    actor, normalizer = (
+        {name: part[k : k + 1] for name, part in parts.items()}
+        for parts in (pending_eval.actor, pending_eval.normalizer)
+    )
+    return Policy(actor, card, Normalizer(**normalizer) if normalizer else None)
 
 
-def describe(source: Source, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:
+def describe(factory: EnvFactory, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:
     """What config.json says."""
     own = getattr(network, "name", None)
-    env = {"env": source.name, "env_args": source.args, "callable": source.from_python}
+    env = {"env": factory.name, "env_args": factory.args, "callable": factory.from_python}
     return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "network": own, "versions": versions()}
 
 

@@ -1,6 +1,6 @@
-"""[steps 1 and 4] A replay memory for observations with pictures: every frame is stored once, in bytes.
+"""[steps 1 and 4] A replay memory for observations with images: every frame is stored once, in bytes.
 
-A row holds no pictures but the numbers of the places where they lie, those of all frames that were seen at once: what
+A row holds no images but the numbers of the places where they lie, those of all frames that were seen at once: what
 was seen is put together from them when it is sampled, and can never reach across an episode's border.
 
     places of obs's frames | numbers || action || places of next_obs's frames | numbers || reward | terminated | span
@@ -18,41 +18,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from t3d.replay import Flags, Frames, Replay, Ring, Rows, Which, put
-from t3d.sight import Sight
+from t3d.pixels.frame_stack import FrameStack
+from t3d.replay import Flags, Frames, Replay, Ring, Transitions, Which, put
 
 LARGEST = 2**24  # frames of a seed: their places are kept in float32, exactly
 
 
-class Pictures(Replay):
-    """[step 1] Rows, frames, and which frames each environment has before its eyes."""
+class FrameReplay(Replay):
+    """[step 1] Transitions, frames, and which frames each environment has before its eyes."""
 
     def __init__(
         self,
         seeds: int,
         capacity: int,
-        sight: Sight,
+        frame_stack: FrameStack,
         action_dim: int,
         envs: int,
         n_step: int = 1,
         augment: bool = False,
         **options: Any,
     ) -> None:
-        numbers = len(sight.numbers)
-        super().__init__(seeds, capacity, sight.stack + numbers, action_dim, numbers=numbers, **options)
-        self.sight, self.seen_dim, self.frames_a_step = sight, sight.dim, 2 * envs
-        # A shift of a twentieth of the picture, as pixel agents do it: 4 of 84.
-        self.shift = min(sight.height, sight.width) // 20 if augment else 0
+        numbers = len(frame_stack.numbers)
+        super().__init__(seeds, capacity, frame_stack.stack + numbers, action_dim, numbers=numbers, **options)
+        self.frame_stack, self.input_dim, self.frames_per_step = frame_stack, frame_stack.dim, 2 * envs
+        # A shift of a twentieth of the image, as pixel agents do it: 4 of 84.
+        self.shift = min(frame_stack.height, frame_stack.width) // 20 if augment else 0
         self.rows[:, :1] = 0  # read once before it is written, when a GPU is warmed up; what is read there is a place
-        self.places = places_for(capacity, envs * (sight.stack + n_step))
-        self.apart = envs * (2 * sight.stack + 3 * n_step)  # rows that may need older frames than a row before them
+        self.places = places_for(capacity, envs * (frame_stack.stack + n_step))
+        self.apart = envs * (
+            2 * frame_stack.stack + 3 * n_step
+        )  # rows that may need older frames than a row before them
         # At least one more, for what is no frame and is never read; each seed's begin where a GPU likes to read.
         self.room = self.places + 16 - self.places % 16
-        size = (seeds, self.room, sight.frame_size)
+        size = (seeds, self.room, frame_stack.frame_size)
         self.frames = torch.empty(size, dtype=torch.uint8, device=self.rows.device)
         self.begin = torch.zeros(seeds, dtype=torch.int64, device=self.rows.device)
         self.framed = np.zeros(seeds, np.int64)  # frames ever stored
-        self.recent = np.zeros((seeds, envs, sight.stack), np.int64)  # before each environment's eyes; counted from 0
+        self.recent = np.zeros(
+            (seeds, envs, frame_stack.stack), np.int64
+        )  # before each environment's eyes; counted from 0
         self.needs = np.zeros((seeds, capacity), np.int64)  # the oldest frame of each row
         self.lost = np.zeros(seeds, np.int64)  # rows whose frames are overwritten: all before this one
         self.modulus = np.array([self.places])  # what rows that were saved counted places by
@@ -94,12 +98,12 @@ class Pictures(Replay):
 
     def _newest(self, obs: NDArray[Any]) -> NDArray[np.uint8]:
         """The newest frame of observations (S, N, dim)."""
-        end = self.sight.stack * self.sight.frame_size
-        return obs[..., end - self.sight.frame_size : end].astype(np.uint8)
+        end = self.frame_stack.stack * self.frame_stack.frame_size
+        return obs[..., end - self.frame_stack.frame_size : end].astype(np.uint8)
 
     def _rows(self, frames: NDArray[np.int64], obs: NDArray[Any]) -> NDArray[np.float32]:
         """Frames by number (S, N, K) and the numbers of observations, as rows have them."""
-        numbers = obs[..., self.sight.stack * self.sight.frame_size :]
+        numbers = obs[..., self.frame_stack.stack * self.frame_stack.frame_size :]
         return np.concatenate([(frames % self.places).astype(np.float32), numbers], -1)
 
     # ---------------------------------------------------------------------------------------- what is stored
@@ -109,11 +113,11 @@ class Pictures(Replay):
         return {
             **super().incoming(count, frames),
             "begin": ((seeds,), np.int64),
-            "frames": ((seeds, frames, self.sight.frame_size), np.uint8),
+            "frames": ((seeds, frames, self.frame_stack.frame_size), np.uint8),
             "frames_where": ((seeds, frames), np.int64),
         }
 
-    def with_frames(self, into: dict[str, NDArray[Any]], rows: Rows) -> None:
+    def with_frames(self, into: dict[str, NDArray[Any]], rows: Transitions) -> None:
         if rows.frames is not None:
             into["frames"][:], into["frames_where"][:] = rows.frames
         oldest = self._number(into["rows"][..., 0])
@@ -156,8 +160,8 @@ class Pictures(Replay):
 
     def _seen(self, rows: Tensor, bits: Tensor) -> Tensor:
         """Frames (S, B, K · F) in the place of their places, shifted at random if they are to be, and the numbers."""
-        sight, shift = self.sight, self.shift
-        places, numbers = rows[..., : sight.stack].long(), rows[..., sight.stack :]
+        frame_stack, shift = self.frame_stack, self.shift
+        places, numbers = rows[..., : frame_stack.stack].long(), rows[..., frame_stack.stack :]
         seeds = torch.arange(len(rows), device=rows.device)[:, None, None] * self.room
         frames, where = self.frames.flatten(0, 1), places + seeds
         if shift:
@@ -165,10 +169,10 @@ class Pictures(Replay):
             down, across = (((part & 0xFF) * (2 * shift + 1)) >> 8 for part in (bits, bits >> 8))
             y, x = (
                 (torch.arange(side, device=rows.device) + move[..., None] - shift).clamp(0, side - 1)
-                for side, move in ((sight.height, down), (sight.width, across))
+                for side, move in ((frame_stack.height, down), (frame_stack.width, across))
             )
-            pictures = frames.view(-1, sight.height, sight.width, sight.channels)
-            pixels = pictures[where[..., None, None], y[:, :, None, :, None], x[:, :, None, None, :]]
+            images = frames.view(-1, frame_stack.height, frame_stack.width, frame_stack.channels)
+            pixels = images[where[..., None, None], y[:, :, None, :, None], x[:, :, None, None, :]]
         else:
             pixels = frames.index_select(0, where.flatten())
         return torch.cat([pixels.reshape(*rows.shape[:2], -1).to(rows.dtype), numbers], -1)
@@ -180,7 +184,7 @@ class Pictures(Replay):
         return super().rings() + frames
 
     def restored(self, under_way: NDArray[np.float32]) -> None:
-        before, stack = int(self.modulus[0]), self.sight.stack
+        before, stack = int(self.modulus[0]), self.frame_stack.stack
         self._refuse_places(before, under_way)
         for k, stored in enumerate(self.stored):
             view, filled = self.seed(k), min(int(stored), self.capacity)
@@ -201,7 +205,7 @@ class Pictures(Replay):
         for k, stored in enumerate(self.stored):
             filled = self.rows[k, : min(int(stored), self.capacity)]
             for rows in (filled, filled[:, self.obs_dim + self.action_dim :], torch.from_numpy(under_way[:, k])):
-                named = rows[..., : self.sight.stack]
+                named = rows[..., : self.frame_stack.stack]
                 wrong |= bool(((named < 0) | (named >= self.places)).any())
         if wrong:
             raise ValueError("a row names a frame that the replay memory does not have")

@@ -11,25 +11,25 @@ Shapes: S seeds, N environments a seed, B batch, O observation, A action.
 from collections.abc import Callable
 
 from t3d import agent as agents
-from t3d.accelerate.compiling import Compiled
-from t3d.accelerate.recording import Recorded
-from t3d.accelerate.verbs import CannotCompile, Eager, Learner, Sums, Verbs, hardware
 from t3d.config import Config
+from t3d.learners.compiled import CompiledLearner
+from t3d.learners.cudagraph import CudaGraphLearner
+from t3d.learners.eager import CannotCompile, EagerLearner, Learner, LearnerState, Sums, hardware
 from t3d.replay import Replay
 from t3d.steps import Agent
 
-__all__ = ["CannotCompile", "Verbs", "accelerate", "hardware"]
+__all__ = ["CannotCompile", "Learner", "accelerate", "hardware"]
 
 
-def accelerate(agent: Agent, memory: Replay, sums: Sums, config: Config) -> Verbs:
+def accelerate(agent: Agent, memory: Replay, sums: Sums, config: Config) -> Learner:
     """The verbs in the mode that the config names, compiled when this returns."""
-    if config.update_after == "episode":
+    if config.train_freq == "episode":
         # Episodes end at different times, and then a seed learns by itself, also where all end at once: whether it is
         # stacked with others may change its rounding, and another seed's episodes must not.
         of_seed = ({name: total[k : k + 1] for name, total in sums.items()} for k in range(len(agent.seeds)))
-        learners = [Learner(agents.one_seed(agent, k), memory.seed(k), part) for k, part in enumerate(of_seed)]
+        learners = [LearnerState(agents.one_seed(agent, k), memory.seed(k), part) for k, part in enumerate(of_seed)]
     else:
-        learners = [Learner(agent, memory, sums)]
-    modes: dict[str, Callable[[Learner, list[Learner], Config], Verbs]]
-    modes = {"eager": Eager, "compile": Compiled, "graph": Recorded}
-    return modes[config.accelerate](Learner(agent, memory, sums), learners, config)
+        learners = [LearnerState(agent, memory, sums)]
+    modes: dict[str, Callable[[LearnerState, list[LearnerState], Config], Learner]]
+    modes = {"eager": EagerLearner, "compile": CompiledLearner, "graph": CudaGraphLearner}
+    return modes[config.accelerate](LearnerState(agent, memory, sums), learners, config)
