@@ -16,6 +16,7 @@ from tyro.conf import arg
 from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
 from t3d.steps import Hyperparameters
+from t3d.torch_private import has_avx512_bf16
 
 Preset = Literal["td3", "paper", "documents"]
 
@@ -299,7 +300,7 @@ def refuse_hardware(config: Config) -> None:
         raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
     if device == "cuda" and precision != "fp32" and torch.cuda.get_device_capability() < (8, 0):
         raise T3DError(f"--precision {precision}: this GPU has no such numbers; use fp32.")
-    if device == "cpu" and precision == "bf16" and not torch.cpu._is_avx512_bf16_supported():
+    if device == "cpu" and precision == "bf16" and not has_avx512_bf16():
         raise T3DError("--precision bf16: this processor has no such numbers; use fp32.")
 
 

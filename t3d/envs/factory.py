@@ -30,6 +30,7 @@ from t3d.errors import T3DError, nearest, shown
 from t3d.layout import Layout
 from t3d.limits import cores
 from t3d.pixels.frame_stack import FrameStack
+from t3d.torch_private import import_compiler
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 MOST_NUMBER = 1e6  # in arguments that only a file gives
@@ -71,8 +72,7 @@ class EnvFactory:
         if pixels and self.vector is not None:
             raise T3DError("--pixels is for environments that are made here; a vector environment shows what it shows.")
         if pixels:
-            # What renders without a GPU (Mesa) and Triton each bring an LLVM: the process dies if Triton is the second.
-            import torch._dynamo  # noqa: F401
+            import_compiler()
         return replace(self, pixels=pixels, stack=stack)
 
     @property
