@@ -1,4 +1,4 @@
-"""The Python surface: `t3d.train` and `t3d.load`. The command line calls the same two."""
+"""The Python surface: `t3d.train`, `t3d.resume` and `t3d.load`. The command line calls the same functions."""
 
 import os
 import signal
@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 from gymnasium import Env
 from gymnasium.vector import VectorEnv
 
-from t3d import files, networks, run_state, trainer
+from t3d import files
 from t3d.agent import Diverged
+from t3d.algorithm import as_algorithm, saved_algorithm
 from t3d.config import (
     PRESETS,
     Config,
@@ -28,22 +29,19 @@ from t3d.config import (
     refuse_too_many,
     resolve,
 )
-from t3d.custom_network import Network, as_network, own_network
+from t3d.custom_network import as_network, own_network
 from t3d.display import Display
-from t3d.envs import EnvFactory, Maker, env_factory, refuse_paths
-from t3d.envs.factory import differs
+from t3d.envs import Maker, env_factory, refuse_paths
 from t3d.errors import T3DError, command, nearest, shown
-from t3d.evaluate.async_evaluator import AsyncEvaluator, make_evaluator, resolve_async_eval
-from t3d.evaluate.evaluator import Evaluator, NoEvaluator
-from t3d.learners import CannotCompile, Learner, accelerate, hardware
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.policy import Policy, read_policy
-from t3d.runs.checkpoints import Checkpoints
-from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_SETTINGS, Run, Which, claim, refuse_used
+from t3d.run_state import RunSetup, RunState, disk_needed, peak_memory
+from t3d.runs.folder import LARGEST_SEED, MOST_SEEDS, NOT_SETTINGS, Run, Which, refuse_used
 from t3d.runs.manifest import newest_shapes
 from t3d.runs.report import learning_curve
+from t3d.trainer import Stop, Trainer
 
-MODES = {"eager": "eager", "compile": "compiled", "graph": "compiled and recorded"}
+MODES = {"eager": "eager", "compile": "compiled", "graph": "compiled, captured as CUDA graphs"}
 
 
 def train(
@@ -55,6 +53,7 @@ def train(
     env_args: dict[str, Any] | None = None,
     eval_env: str | Maker | None = None,
     network: Any = None,
+    algorithm: Any = None,
     preset: Preset = "td3",
     progress: bool = True,
     **config: Any,
@@ -62,20 +61,22 @@ def train(
     """Train T3D and return the run.
 
     `env` is a Gymnasium id, anything that makes an environment when called, with `env_args` if given, or a
-    Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations. It may be an environment
-    itself, which counts as a real one (`real_env`): it is not copied. `seeds` is a number of seeds (0, 1, …) or the
-    seeds themselves; `out` the run folder; `network` a network of your own (`t3d.custom_network`); `config` any option
-    of `t3d train --help`.
+    Gymnasium VectorEnv, for which `eval_env` makes the environments of the evaluations. An environment object counts as
+    a real one (`real_env`): it is not copied. `seeds` is a number of seeds (0, 1, …) or the seeds themselves; `out` the
+    run folder; `network` a network of your own (`t3d.custom_network`); `algorithm` a module with the functions of
+    `t3d.steps`; `config` any option of `t3d train --help`.
     """
     if preset not in get_args(Preset):
         raise T3DError(f"there is no preset '{preset}'.{nearest(str(preset), get_args(Preset))}")
     if steps is not None:
         config["steps"] = steps
-    factory = env_factory(env, env_args, eval_env=eval_env)
+    factory, numbers = env_factory(env, env_args, eval_env=eval_env), as_seeds(seeds)
     if isinstance(env, VectorEnv):
-        config.setdefault("num_envs", env.num_envs // max(len(as_seeds(seeds)), 1))
+        config.setdefault("num_envs", env.num_envs // max(len(numbers), 1))
     settings = from_values(config, PRESETS[preset], "train()")
-    return start(factory, as_seeds(seeds), settings, preset, out, progress, as_network(network))
+    return start(
+        RunSetup(factory, numbers, settings, preset, as_network(network), as_algorithm(algorithm)), out, progress
+    )
 
 
 def as_seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -94,63 +95,41 @@ def as_seeds(seeds: int | Sequence[int]) -> list[int]:
     return listed
 
 
-def start(
-    factory: EnvFactory,
-    seeds: list[int],
-    config: Config,
-    preset: Preset,
-    out: str | Path | None,
-    progress: bool,
-    network: Network | None = None,
-) -> Run:
-    """Check everything, then make the folder, then train: what is refused leaves nothing behind."""
+def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True) -> Run:
+    """Train what is set up, in a new run folder."""
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
-    factory = factory.seen(config.pixels, config.frame_stack)
+    config, count = setup.config, len(setup.seeds)
+    factory = setup.factory.seen(config.pixels, config.frame_stack)
     if config.real_env or factory.real:
-        refuse_more_than_one(config, len(seeds))  # before it is made
+        refuse_more_than_one(config, count)  # before it is made
     with closing(factory):
         factory = factory.as_real(config.real_env)
-        config = resolve(replace(config, real_env=factory.real), preset, factory.name, len(seeds))
-        return _start(factory, seeds, config, preset, out, progress, network)
+        config = resolve(replace(config, real_env=factory.real), setup.preset, factory.name, count)
+        refuse_misfits(setup, config)
+        display = make_display(config, setup.seeds, progress)
+        with Trainer.create(replace(setup, factory=factory, config=config), out, display) as trainer:
+            for line in headline(trainer, setup.preset):
+                display.say(line)
+            for sentence in files.promises_off():
+                display.say(sentence)
+            if warning := short_of_disk(trainer.recorder.run.path, disk_needed(trainer.state)):
+                display.say(warning)
+            drive(trainer)
+            return trainer.recorder.run
 
 
-def _start(
-    factory: EnvFactory,
-    seeds: list[int],
-    config: Config,
-    preset: Preset,
-    out: str | Path | None,
-    progress: bool,
-    network: Network | None,
-) -> Run:
-    if network is not None and config.critic_norm != "none":
+def refuse_misfits(setup: RunSetup, config: Config) -> None:
+    """Refuse options that have no meaning with a user's own network."""
+    if setup.network is not None and config.critic_norm != "none":
         raise T3DError("--critic-norm is for the networks of the package; a network of your own can have its own.")
-    if network is not None and config.precision == "bf16":
+    if setup.network is not None and config.precision == "bf16":
         raise T3DError("--precision bf16 would round the values of a network of your own; use fp32 or tf32.")
-    display = Display(config.steps, seeds, config.random_steps, quiet=not progress, evaluated=bool(config.eval_every))
-    with hardware(config.threads, config.precision):
-        state = run_state.begin(factory, seeds, config, network)
-        config = resolve_async_eval(config, factory, state.agent.actor, state.envs)
-        with (
-            closing(state),
-            networks.using(state.network),
-            closing(make_evaluator(factory, state.seeds, config, state.network)) as evaluator,
-        ):
-            refuse_other_spaces(state, evaluator)
-            learner, config = ready(state, config, display)
-            run = Run(claim(out, factory.name))
-            with run.lock(), closing(run.log):
-                run.begin(trainer.describe(factory, preset, seeds, config, network))
-                for line in headline(state, preset, config, run):
-                    display.say(line)
-                for sentence in files.promises_off():
-                    display.say(sentence)
-                if warning := short_of_disk(run.path, run_state.disk_needed(state)):
-                    display.say(warning)
-                with closing(Checkpoints(run, trainer.about(config), display.say)) as checkpoints:
-                    go_on(state, learner, evaluator, config, run, display, checkpoints)
-    return run
+
+
+def make_display(config: Config, seeds: Sequence[int], progress: bool) -> Display:
+    evaluated = bool(config.eval_every)
+    return Display(config.steps, seeds, config.random_steps, quiet=not progress, evaluated=evaluated)
 
 
 def resume(
@@ -160,35 +139,25 @@ def resume(
     env: "Maker | Env[Any, Any] | VectorEnv[Any, Any, Any] | None" = None,
     eval_env: str | Maker | None = None,
     network: Any = None,
+    algorithm: Any = None,
     on_env_error: Literal["stop", "cut"] | None = None,
     max_env_errors: int | None = None,
     allow_modules: Sequence[str] = (),
     allow_env_args: bool = False,
     progress: bool = True,
 ) -> Run:
-    """Go on with a run where its newest whole checkpoint was made, to `steps` if more are given.
+    """Continue a run from its newest whole checkpoint, to `steps` if more are given.
 
-    `env` makes the environments of a run whose environment was made by a function in Python, or is it itself where it
-    is real, or the vector environment, and `eval_env` as for `train`; `network` is what it was trained with, if that
-    was a network of your own. `on_env_error` and
-    `max_env_errors` take the place of what the run had. What the run's file asks to import (`allow_modules`), and the
-    paths and modules that it would hand to the environment (`allow_env_args`), must be allowed by name.
+    `env` makes the environments of a run whose environment was made by a function in Python, or is the real environment
+    or the vector environment itself; `eval_env`, `network` and `algorithm` are as for `train`. `on_env_error` and
+    `max_env_errors` replace the run's own. What the run's file asks to import (`allow_modules`), and the paths and
+    modules that it would hand to the environment (`allow_env_args`), must be allowed by name.
     """
     run = Run.open(run)
-    where = str(run.path / "config.json")
     with run.lock(), closing(run.log):
-        config = from_values({k: v for k, v in run.config.items() if k not in NOT_SETTINGS}, Config(), where)
         given = {"steps": steps, "on_env_error": on_env_error, "max_env_errors": max_env_errors}
-        changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
-        check_ranges(config)
-        check_ranges(changed)
-        if changed.steps < config.steps:
-            raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
-        config = changed
-        refuse_hardware(config)
-        refuse_too_many(config, len(run.seeds))
-        quiet = not progress
-        display = Display(config.steps, run.seeds, config.random_steps, quiet=quiet, evaluated=bool(config.eval_every))
+        config = changed_config(run, given)
+        display = make_display(config, run.seeds, progress)
         refuse_other_sizes(run, config, display.say)
         if run.config.get("callable") and env is None:
             raise T3DError(
@@ -196,54 +165,40 @@ def resume(
                 " bring back; use t3d.resume(run, env=...) from Python."
             )
         own = own_network(run.config.get("network"), network, f"{run.path}")
+        module = saved_algorithm(run.config.get("algorithm"), algorithm, f"{run.path}")
         if not allow_env_args:
-            refuse_paths(run.config["env_args"], where)
-        given_env = run.config["env"] if env is None else env
-        factory = env_factory(given_env, run.config["env_args"], tuple(allow_modules), eval_env)
+            refuse_paths(run.config["env_args"], str(run.path / "config.json"))
+        named = run.config["env"] if env is None else env
+        factory = env_factory(named, run.config["env_args"], tuple(allow_modules), eval_env)
         if factory.real and not config.real_env:
             raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
         factory = factory.seen(config.pixels, config.frame_stack)
-        with closing(factory), hardware(config.threads, config.precision):
+        with closing(factory):
             factory = factory.as_real(config.real_env)
             if factory.real and not config.real_env:
                 raise T3DError(f"{run.path} was not begun on a real environment, and this one says that it is real.")
-            state = run_state.make(factory, run.seeds, config, own)
-            with (
-                closing(state),
-                networks.using(state.network),
-                closing(make_evaluator(factory, state.seeds, config, state.network)) as evaluator,
-                closing(Checkpoints(run, trainer.about(config), display.say)) as checkpoints,
-            ):
-                refuse_other_spaces(state, evaluator)
-                take_up(state, config, run, display, checkpoints)
-                run.update_config({name: getattr(config, name) for name in given})
-                if trainer.finished(state, config):
+            setup = RunSetup(factory, run.seeds, config, run.config["preset"], own, module)
+            with Trainer.resume(setup, run, display) as trainer:
+                if trainer.finished:
                     display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
                     draw(run, display.say)
-                    return run
-                learner, ready_config = ready(state, config, display)
-                if ready_config != config:
-                    raise T3DError(f"{run.path} was compiled, and here nothing can be: it would not be the same run.")
-                go_on(state, learner, evaluator, config, run, display, checkpoints)
+                else:
+                    drive(trainer)
     return run
 
 
-def refuse_other_spaces(state: run_state.State, evaluator: Evaluator | AsyncEvaluator | NoEvaluator) -> None:
-    """Refuse to evaluate in environments that are not those of training."""
-    if isinstance(evaluator, Evaluator):
-        ours, theirs = ((envs.layout, envs.actions) for envs in (state.envs, evaluator.envs))
-        if differs(ours, theirs):
-            raise T3DError(
-                f"evaluations in {evaluator.envs.name} would have other observations or actions than training in"
-                f" {state.envs.name}."
-            )
-
-
-def nothing_whole(run: Run) -> T3DError:
-    return T3DError(
-        f"no checkpoint of {run.path} is whole: there is nothing to go on from. Its policies can still be used:"
-        f" {run.command('evaluate')}"
-    )
+def changed_config(run: Run, given: dict[str, Any]) -> Config:
+    """The options of a run, some of them changed by `resume`."""
+    where = str(run.path / "config.json")
+    config = from_values({k: v for k, v in run.config.items() if k not in NOT_SETTINGS}, Config(), where)
+    changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
+    check_ranges(config)
+    check_ranges(changed)
+    if changed.steps < config.steps:
+        raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
+    refuse_hardware(changed)
+    refuse_too_many(changed, len(run.seeds))
+    return changed
 
 
 def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> None:
@@ -253,11 +208,11 @@ def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> 
     if shapes is None and passed:
         for sentence in passed:
             say(sentence)
-        raise nothing_whole(run)
+        raise run.nothing_whole()
     shapes = shapes or {}
     asked: dict[str, Any] = {"num_envs": config.num_envs, "critics": config.critics, "seeds": len(run.seeds)}
-    found: dict[str, Any] = dict(zip(("seeds", "num_envs"), shapes.get("episode_length", ()), strict=False))
-    layers = [shapes[f"agent.actor.w{i}"][-1] for i in range(1, 99) if shapes.get(f"agent.actor.w{i}")]
+    found: dict[str, Any] = dict(zip(("seeds", "num_envs"), shapes.get("collector.episode_length", ()), strict=False))
+    layers = [shapes[name][-1] for i in range(1, 99) if shapes.get(name := f"learner.agent.actor.w{i}")]
     if layers:
         asked |= {"hidden": list(config.hidden)}
         found |= {"hidden": layers[:-1]}
@@ -268,51 +223,10 @@ def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> 
             )
 
 
-def take_up(state: run_state.State, config: Config, run: Run, display: Display, checkpoints: Checkpoints) -> None:
-    """Bring a fresh state to where the newest whole checkpoint was made, and say what was found."""
-    found = checkpoints.newest(state.memory, run_state.most_state(state))
-    if found is None and checkpoints.written():
-        raise nothing_whole(run)
-    if found is None:
-        display.say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
-        checkpoints.discard_unfinished()
-        run.log.begin()
-        run_state.first_reset(state)
-        return
-    behind, problem = run.log.after(found.metrics)
-    if problem:
-        display.say(f"{problem} It is behind the newest checkpoint, so the run makes it again.")
-    reached = max((row["step"] for row in behind), default=0)
-    for name, now in trainer.about(config).items():
-        if found.about.get(name) != now:
-            before = shown(found.about.get(name))
-            display.say(f"{name} was {before} and is {now!r}: the run goes on, but not bit for bit.")
-    folder = run.path / "checkpoints" / f"step-{found.step}"
-    missed = run_state.restore(state, checkpoints.load(found, state.memory), folder, config, display.say)
-    redone = f"; the metrics reach step {reached:,}, what is between is done again" if reached > state.step else ""
-    display.say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
-    if config.real_env:
-        display.say(
-            "The environment is real, so nothing is replayed: the episode under way is cut here, and the run goes on,"
-            " but not bit for bit."
-        )
-    elif missed.any():
-        display.say(
-            f"{int(missed.sum())} of {missed.size} environments did not come back to where they were: their episodes"
-            " are cut here, and the run goes on, but not bit for bit."
-        )
-
-
-def go_on(
-    state: run_state.State,
-    learner: Learner,
-    evaluator: Evaluator | AsyncEvaluator | NoEvaluator,
-    config: Config,
-    run: Run,
-    display: Display,
-    checkpoints: Checkpoints,
-) -> None:
-    """Train to the end, or until a signal says to stop."""
+def drive(trainer: Trainer) -> None:
+    """Train to the end, or until a signal says to stop, and report how it ended."""
+    state, config, run = trainer.state, trainer.config, trainer.recorder.run
+    display, envs = trainer.recorder.display, state.collector.envs
     run.log.say = display.say
     if warning := short_of_cores(config.threads):
         display.say(warning)
@@ -320,44 +234,43 @@ def go_on(
     with stopping() as stop:
         try:
             with display:
-                trainer.run(state, learner, evaluator, config, run, display, checkpoints, stop)
+                trainer.run(stop)
         except Diverged as problem:
-            raise diverged(problem, state, config, run, checkpoints) from problem
+            raise diverged(problem, trainer) from problem
         finally:
             draw(run, display.say)
-    if stop.signal is not None and not trainer.finished(state, config):
-        display.say(f"Stopped and saved at step {state.step:,}. To go on: {run.command('resume')}")
+    if stop.signal is not None and not trainer.finished:
+        display.say(f"Stopped and saved at step {state.step:,}. To continue: {run.command('resume')}")
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + stop.signal)
-    if state.envs.lost or state.envs.cut:
+    if envs.lost or envs.cut:
         display.say(
-            f"{state.envs.lost} worker processes died or hung and were replaced;"
-            f" {state.envs.cut} episodes were cut because a simulation broke down."
+            f"{envs.lost} worker processes died or hung and were replaced;"
+            f" {envs.cut} episodes were cut because a simulation broke down."
         )
-    if state.env_errors:
-        display.say(
-            f"{state.env_errors} steps of environments failed, and their episodes were cut: {run.path / 'errors'}"
-        )
+    if errors := state.collector.env_errors:
+        display.say(f"{errors} steps of environments failed, and their episodes were cut: {run.path / 'errors'}")
     if not state.updates.any():
         display.say("No update was run: no episode ended. Give more --steps, or --train-freq step.")
 
 
-def diverged(problem: Diverged, state: run_state.State, config: Config, run: Run, checkpoints: Checkpoints) -> T3DError:
-    """What is left of such a run, and how to begin another one."""
-    newest = max(checkpoints.written(), default=0)
+def diverged(problem: Diverged, trainer: Trainer) -> T3DError:
+    """What is left of a run whose networks diverged, and how to begin another one."""
+    run, config = trainer.recorder.run, trainer.config
+    newest = max(trainer.recorder.checkpoints.written(), default=0)
     how = f"t3d.train(…, critic_lr={config.critic_lr / 10:g}, actor_lr={config.actor_lr / 10:g})"
-    if not (run.config.get("callable") or run.config.get("network")):
+    if not any(run.config.get(name) for name in ("callable", "network", "algorithm")):
         rates = ("--critic-lr", f"{config.critic_lr / 10:g}", "--actor-lr", f"{config.actor_lr / 10:g}")
         how = command("train", "--config", run.path / "config.json", *rates)
     return T3DError(
-        f"{problem} The run stopped at step {state.step:,}. Its newest checkpoint, of step {newest:,}, and its policies"
-        f" are from before; resumed, it would do the same again. To begin another one: {how}"
+        f"{problem} The run stopped at step {trainer.state.step:,}. Its newest checkpoint, of step {newest:,}, and its"
+        f" policies are from before; resumed, it would do the same again. To begin another one: {how}"
     )
 
 
 def draw(run: Run, say: Callable[[str], None]) -> None:
-    """The learning curve; where it cannot be drawn, that is said and nothing is lost."""
+    """The learning curve; if it cannot be drawn, one line reports why and nothing is lost."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of numbers that an axis hardly has
@@ -366,28 +279,25 @@ def draw(run: Run, say: Callable[[str], None]) -> None:
         say(f"The learning curve was not drawn: {problem}")
 
 
-class Stop:
+class SignalStop(Stop):
     """Whether a signal has asked to stop, and which."""
 
     signal: int | None = None
 
-    def __call__(self) -> bool:
-        return self.signal is not None
-
-    def submit(self, number: int, _: Any) -> None:
-        if self.signal is not None:
+    def ask(self, number: int, _: Any) -> None:
+        if self.requested:
             os._exit(128 + number)  # asked twice: at once; the last checkpoint is whole
-        self.signal = number
+        self.requested, self.signal = True, number
 
 
 @contextmanager
-def stopping() -> Iterator[Stop]:
+def stopping() -> Iterator[SignalStop]:
     """Ctrl-C and SIGTERM ask to stop; the step is finished and everything saved."""
-    stop = Stop()
+    stop = SignalStop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.submit) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
@@ -395,50 +305,47 @@ def stopping() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def ready(state: run_state.State, config: Config, display: Display) -> tuple[Learner, Config]:
-    """The verbs of the loop, and the config with the mode they are in: where nothing can be compiled, `eager`."""
-    if config.accelerate != "eager":
-        display.say("Compiling the update: about a minute the first time, a few seconds after that.")
-        try:
-            return accelerate(state.agent, state.memory, state.sums, config), config
-        except CannotCompile as error:
-            display.say(f"It cannot be compiled here ({error}). It runs uncompiled: slower, and otherwise the same.")
-            config = replace(config, accelerate="eager")
-    return accelerate(state.agent, state.memory, state.sums, config), config
-
-
-def headline(state: run_state.State, preset: str, config: Config, run: Run) -> list[str]:
-    """The first lines: what is about to happen, with the numbers that were decided by rule."""
-    name, seeds, memory = state.envs.name, state.seeds, run_state.peak_memory(state)
-    network = f"networks {'-'.join(map(str, config.hidden))}"
-    if own := getattr(state.network, "name", None):
-        network = f"network {own}"
-    elif frame_stack := state.envs.frame_stack:
-        plural = "s" if frame_stack.stack > 1 else ""
-        seen = f"{frame_stack.stack} frame{plural} of {frame_stack.height} x {frame_stack.width}"
-        network = f"convolutions over {seen}, then {network}"
+def headline(trainer: Trainer, preset: str) -> list[str]:
+    """The first lines: what is about to happen, with the values that were chosen automatically."""
+    state, config = trainer.state, trainer.config
+    name, seeds = state.collector.envs.name, state.seeds
     one = len(seeds) == 1
     many = f"seed {seeds[0]}" if one else f"{len(seeds)} seeds ({', '.join(map(str, seeds))})"
     where = f"{config.device}, {config.threads} thread{'s' if config.threads > 1 else ''}"
     where += f", {config.precision}, {MODES[config.accelerate]}"
     rate = f"{config.updates_per_step:g} update{'' if config.updates_per_step == 1 else 's'} per step"
     when = f"{rate}, after each episode" if config.train_freq == "episode" else f"then {rate}"
-    beside = ", evaluations beside training" if config.async_eval == "on" else ""
+    asynchronous = ", asynchronous evaluation" if config.async_eval == "on" else ""
     real = ", a real environment" if config.real_env else ""
     return [
         f"T3D on {name}{real}: {many}, {config.steps:,} steps{'' if one else ' each'}, on {where}",
         f"preset {preset}: the first {config.random_steps:,} actions random, {when},"
-        f" batch {config.batch_size}, {network}{beside}",
-        f"memory: {memory / 2**30:.2f} GiB when the replay is full",
-        f"run folder: {run.path}",
+        f" batch {config.batch_size}, {_architecture(state, config)}{asynchronous}",
+        f"memory: {peak_memory(state) / 2**30:.2f} GiB when the replay buffer is full",
+        f"run folder: {trainer.recorder.run.path}",
     ]
 
 
-def load(run: str | Path | Run, seed: int | None = None, which: Which = "best", network: Any = None) -> Policy:
+def _architecture(state: RunState, config: Config) -> str:
+    """The networks in a few words."""
+    if own := state.learner.agent.networks.name:
+        return f"network {own}"
+    layers = f"networks {'-'.join(map(str, config.hidden))}"
+    if frame_stack := state.collector.envs.frame_stack:
+        frames = f"{frame_stack.stack} frame{'s' if frame_stack.stack > 1 else ''}"
+        return f"convolutions over {frames} of {frame_stack.height} x {frame_stack.width}, then {layers}"
+    return layers
+
+
+def load(
+    run: str | Path | Run, seed: int | None = None, which: Which = "best", network: Any = None, algorithm: Any = None
+) -> Policy:
     """A trained policy from a run folder (by default the best one of the best seed) or from a policy file.
 
-    `network` is what it was trained with, if that was a network of your own.
+    `network` is what it was trained with, if that was a network of your own. Acting needs no `algorithm`; one that is
+    given is checked.
     """
+    as_algorithm(algorithm)
     if not isinstance(run, Run) and Path(run).suffix == ".safetensors":
         return read_policy(Path(run), as_network(network))
     return Run.open(run).policy(seed, which, as_network(network))

@@ -26,7 +26,7 @@ from tyro.conf import Positional, Suppress, arg, subcommand
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
-from t3d import api, bench, networks, trainer
+from t3d import api, bench
 from t3d.bench.commands import Returns, Tables
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
@@ -34,14 +34,15 @@ from t3d.envs import EnvFactory, env_factory, refuse_paths
 from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
-from t3d.evaluate.async_evaluator import local_evaluator
-from t3d.evaluate.evaluator import PolicySnapshot
+from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
 from t3d.learners import hardware
 from t3d.limits import cores
+from t3d.normalizer import Scaling
 from t3d.options import HELP, Group, Shown, check, command_list, help_page, options_of, whole_number
 from t3d.policy import Policy
-from t3d.replay import Normalizer
+from t3d.run_state import RunSetup
 from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
+from t3d.runs.recorder import versions
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def train(command: Train) -> None:
             # The file's random steps belong to a longer run. At most a tenth of the steps are random.
             settings = replace(settings, random_steps=min(file.random_steps, settings.steps // 10))
     factory, seeds = env_factory(env, env_args), _chosen_seeds(command)
-    conclude(api.start(factory, seeds, settings, command.preset, command.out, progress=True))
+    conclude(api.start(RunSetup(factory, seeds, settings, command.preset), command.out))
 
 
 def conclude(run: Run) -> None:
@@ -440,7 +441,7 @@ def evaluate(command: Evaluate) -> None:
     episodes = settings.eval_episodes if command.episodes is None else command.episodes
     if episodes < 1:
         raise T3DError(f"--episodes must be at least 1; it is {episodes}.")
-    returns = played(run, factory, settings, policies, episodes)
+    returns = evaluate_again(run, factory, settings, policies, episodes)
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("seed", "step", "mean return", "deviation", "lowest", "highest", "as recorded"):
@@ -464,51 +465,49 @@ def evaluate(command: Evaluate) -> None:
         console.print(f"mean over seeds: {_shown_mean(known, 2)}", style="bold")
 
 
-def played(
+def evaluate_again(
     run: Run, factory: EnvFactory, settings: Config, policies: dict[int, Policy], episodes: int
 ) -> dict[int, list[float | None]]:
-    """The returns of each seed's policy, played in the shape that the run's own evaluations had; None for one lost."""
+    """The returns of each seed's policy, in a batch of the shape that training had; None where an episode is lost."""
     factory = factory.seen(settings.pixels, settings.frame_stack).as_real(settings.real_env)
-    stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     refuse_misfits(run, policies)
-    actors = [policies.get(seed, stand_in).parameters for seed in run.seeds]
+    stand_in = next(iter(policies.values()))  # fills the rows of seeds that were not asked for
     device = "cuda" if settings.eval_device == "cuda" and torch.cuda.is_available() else "cpu"
-    actor = {name: torch.cat([parameters[name] for parameters in actors]).to(device) for name in actors[0]}
-    lenses = [one for seed in run.seeds if (one := policies.get(seed, stand_in).normalizer) is not None]
-    normalizer = {
-        name: torch.cat([getattr(one, name) for one in lenses]).to(device) for name in Normalizer._fields if lenses
-    }
+    snapshot = snapshot_of([policies.get(seed, stand_in) for seed in run.seeds]).copied(device)
+    settings = replace(settings, workers=min(settings.workers, cores()))
     returns: dict[int, list[float | None]] = {seed: [] for seed in policies}
     with (
         closing(factory),
         hardware(settings.threads, settings.precision),
-        networks.using(stand_in.network),
-        closing(
-            local_evaluator(factory, run.seeds, replace(settings, workers=min(settings.workers, cores())))
-        ) as evaluator,
+        closing(Evaluator(factory, run.seeds, settings)) as evaluator,
     ):
-        if (
-            json.dumps(evaluator.envs.layout) != json.dumps(stand_in.card.layout)
-            or evaluator.envs.actions.dim != stand_in.actions.dim
-        ):
+        layout, actions = evaluator.envs.layout, evaluator.envs.actions
+        if json.dumps(layout) != json.dumps(stand_in.card.layout) or actions.dim != stand_in.actions.dim:
             raise T3DError(f"{factory.name} has other observations or actions now than when {run.path} was trained.")
         for first in range(0, episodes, evaluator.at_once):
-            evaluation = evaluator.play(PolicySnapshot(actor, normalizer=normalizer), first)
+            evaluation = evaluator.run(snapshot, first)
             for k, seed in enumerate(run.seeds):
                 if seed in policies:
                     returns[seed] += [None if np.isnan(score) else score for score in evaluation.returns[k].tolist()]
     return {seed: scores[:episodes] for seed, scores in returns.items()}
 
 
+def snapshot_of(policies: list[Policy]) -> PolicySnapshot:
+    """Policies of one shape, side by side."""
+    actor = {name: torch.cat([policy.parameters[name] for policy in policies]) for name in policies[0].parameters}
+    parts = [policy.scaling for policy in policies if policy.scaling is not None]
+    scaling = Scaling(torch.cat([p.shift for p in parts]), torch.cat([p.scale for p in parts])) if parts else None
+    return PolicySnapshot(policies[0].networks, actor, scaling=scaling)
+
+
 def refuse_misfits(run: Run, policies: dict[int, Policy]) -> None:
-    """Refuse policies that cannot be played side by side: files of several runs were mixed, or made by hand."""
+    """Refuse policies that do not fit side by side: files of several runs were mixed, or made by hand."""
     stand_in = next(iter(policies.values()))
     shapes = {name: tensor.shape for name, tensor in stand_in.parameters.items()}
     for seed, policy in policies.items():
         fits = {name: tensor.shape for name, tensor in policy.parameters.items()} == shapes
-        fits &= policy.card.layout == stand_in.card.layout and (policy.normalizer is None) == (
-            stand_in.normalizer is None
-        )
+        fits &= policy.card.layout == stand_in.card.layout
+        fits &= (policy.scaling is None) == (stand_in.scaling is None)
         if not fits or policy.card.action_low != stand_in.card.action_low:
             raise T3DError(
                 f"{run.policy_path(seed, 'best').parent}: the policy of seed {seed} does not fit the others."
@@ -523,7 +522,7 @@ def doctor(command: Doctor) -> None:
     """Print how each environment is stepped, why, and whether the steps equal those of gymnasium.make."""
     console = open_console()
     if not command.env:
-        console.print(", ".join(f"{name} {version}" for name, version in trainer.versions().items()))
+        console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
     for name in command.env or mujoco_tasks():
         factory = env_factory(name)
         with closing(factory):

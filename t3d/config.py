@@ -53,8 +53,6 @@ class Config(Hyperparameters):
     her: Annotated[int, Group.ALGORITHM] = 0
     """Hindsight experience replay for goal tasks: copies stored of each transition, with goals that its episode
     reached later. 0 disables it; 4 is common. [step 1]"""
-    reward_scale: Annotated[float, Group.ALGORITHM] = 1.0
-    """Factor on the rewards in updates. Recorded returns are not scaled."""
     augment: Annotated[Literal["on", "off"], Group.ALGORITHM] = "on"
     """Random shifts of image observations in batches. [step 4]"""
 

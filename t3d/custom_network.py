@@ -1,4 +1,4 @@
-"""Networks of your own: one network written once, spread over seeds and twins. [steps 2 and 3]
+"""[steps 2 and 3] Networks of your own: written once for one network, run for every seed and twin.
 
     def init(sizes, generator):        # (inputs, *hidden, outputs) -> a dictionary of tensors, drawn from `generator`
     def apply(parameters, x):          # that dictionary and (batch, inputs) -> (batch, outputs)
@@ -6,8 +6,8 @@
     t3d.train("Pendulum-v1", network=t3d.Network(init, apply))
     t3d.train("Pendulum-v1", network=MyModule)     # an nn.Module made by MyModule(inputs, outputs)
 
-The actor and the critics are made of the same pair; the actor's outputs go through tanh afterwards. It is slower than
-the networks of the package, because every layer of every seed is computed by itself as far as PyTorch cannot join them.
+The actor and the critics use the same pair of functions; the actor's outputs go through tanh afterwards. They are
+slower than the networks of the package, because PyTorch cannot batch every layer over the seeds.
 
 Shapes: S seeds, B batch. A tensor is kept flat, (S, 1, n) or for critics (twins, S, 1, n), as Adam and Polyak expect.
 """
@@ -21,7 +21,7 @@ from torch.func import functional_call, grad, vmap
 
 from t3d import rng
 from t3d.errors import T3DError
-from t3d.networks import Parameters, any_of
+from t3d.networks import Networks, Parameters, any_of
 from t3d.rng import Purpose
 
 Init = Callable[[tuple[int, ...], torch.Generator], Parameters]
@@ -29,17 +29,21 @@ Apply = Callable[[Parameters, Tensor], Tensor]
 
 
 class Network:
-    """A pair of functions for one network, and what it takes to have many of them."""
+    """A pair of functions for one network, run for many at once."""
 
     def __init__(self, init: Init, apply: Apply, name: str | None = None) -> None:
         self.name = name or getattr(init, "__name__", "network")
         self._init, self._apply = init, apply
         self._shapes: dict[Sizes, dict[str, torch.Size]] = {}  # of each tensor, by the sizes of all
 
+    def networks(self, critics: int = 2) -> Networks:
+        """Actor and critics made of it."""
+        return Networks(self.init, self.init, self.apply, critics, name=self.name)
+
     def init(
         self, seeds: Tensor, purpose: Purpose, copies: int, sizes: Sequence[int], dtype: torch.dtype
     ) -> Parameters:
-        """First weights for `copies` networks of each seed, each from random numbers of its own."""
+        """Initial weights for `copies` networks of each seed, each from its own random numbers."""
         networks = [
             [self._one(rng.integer(seed, purpose, 0, copy), sizes, dtype) for seed in seeds.tolist()]
             for copy in range(copies)
@@ -61,7 +65,7 @@ class Network:
         return flat
 
     def _check(self, flat: Parameters, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        """Once as in training, so that what does not work there is said now."""
+        """Run it once as in training, to refuse now what would fail there."""
 
         def total(parameters: Parameters) -> tuple[Tensor, Tensor]:
             out = self.apply(parameters, torch.zeros(1, 3, sizes[0], dtype=dtype))
@@ -81,7 +85,7 @@ class Network:
         return self._apply({name: tensor.reshape(shapes[name]) for name, tensor in flat.items()}, x)
 
     def apply(self, parameters: Parameters, x: Tensor) -> Tensor:
-        """Every seed's network, and with twins both, on x (S, B, inputs)."""
+        """Every seed's network, or both of its twins, on x (S, B, inputs)."""
         every_seed: Any = vmap(self._single)
         twins = any_of(parameters).dim() == 4
         out: Tensor = vmap(every_seed, (0, None))(parameters, x) if twins else every_seed(parameters, x)
@@ -96,7 +100,7 @@ def _sizes(flat: Parameters) -> Sizes:
 
 
 def from_module(make: Callable[[int, int], nn.Module]) -> Network:
-    """A network out of an `nn.Module`, which `make(inputs, outputs)` makes."""
+    """A network from `make(inputs, outputs)`, which returns an `nn.Module`."""
     skeletons: dict[tuple[int, int], nn.Module] = {}
     name = getattr(make, "__name__", type(make).__name__)
 
@@ -127,7 +131,7 @@ def from_module(make: Callable[[int, int], nn.Module]) -> Network:
 
 
 def as_network(given: Any) -> Network | None:
-    """What a user handed over as a network."""
+    """The network that a user gave, or None."""
     if given is None or isinstance(given, Network):
         return given
     if isinstance(given, nn.Module):
@@ -138,7 +142,7 @@ def as_network(given: Any) -> Network | None:
 
 
 def own_network(name: str | None, given: Any, where: str) -> Network | None:
-    """The network that something was trained with, if it was somebody's own: they have to bring it along."""
+    """The user's own network that a run or policy was trained with, which only the user can give; or None."""
     network = as_network(given)
     if (name is None) != (network is None):
         what = (

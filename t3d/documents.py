@@ -15,12 +15,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from t3d import files, networks, rng, steps
-from t3d.agent import tensors
+from t3d import files, rng, steps
 from t3d.errors import T3DError
-from t3d.networks import Parameters
-from t3d.replay import Batch, Replay
+from t3d.networks import MLP, Parameters
+from t3d.replay import Batch, Replay, Transitions
 from t3d.rng import Purpose
+from t3d.state_dict import state_dict
 
 Transition = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
@@ -54,13 +54,14 @@ class ReplayBuffer:
                 raise T3DError(f"the {name} of this transition has {part.size} numbers; {expected} {size}.")
         replay = self._replay = self._replay or self._new_replay(parts)
         state, next_state, action, reward, done = parts
-        replay.add(state, action, reward[..., 0], next_state, done[..., 0], 1, np.ones((1, 1), bool))
+        one = np.ones((1, 1), bool)
+        replay.add(Transitions(state, action, reward[..., 0], next_state, done[..., 0], 1, one))
 
     def _new_replay(self, parts: list[NDArray[Any]]) -> Replay:
         """The first transition tells the sizes, and whether states come in single or double precision."""
         dtype = torch.float64 if np.result_type(*parts[:3]).itemsize > 4 else torch.float32
         try:
-            return Replay(1, self.max_size, parts[0].size, parts[2].size, dtype)
+            return Replay(1, self.max_size, parts[0].size, parts[2].size, dtype=dtype)
         except RuntimeError as error:
             raise T3DError(
                 f"{self.max_size:,} transitions with states of {parts[0].size:,} numbers do not fit into memory;"
@@ -137,12 +138,12 @@ class Actor(_Network):
     ) -> None:
         if parameters is None:
             obs_dim, act_dim = _sizes(state_dim, action_dim)
-            parameters = networks.init_actor(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
+            parameters = MLP.init_actor(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
         super().__init__(parameters, twins=1)
         self.max_action = _positive("max_action", max_action)
 
     def forward(self, state: Tensor) -> Tensor:
-        return networks.actor(self.parameters_of(0), state, self.max_action)
+        return MLP.actor(self.parameters_of(0), state, self.max_action)
 
 
 class Critic(_Network):
@@ -158,7 +159,7 @@ class Critic(_Network):
     ) -> None:
         if parameters is None:
             obs_dim, act_dim = _sizes(state_dim, action_dim)
-            parameters = networks.init_critic(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
+            parameters = MLP.init_critic(_new_seed(), obs_dim, act_dim, _sizes(*hidden), torch.get_default_dtype())
         super().__init__(parameters, twins=2)
 
     def forward(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,7 @@ class Critic(_Network):
         return self._q(0, state, action)
 
     def _q(self, twin: int, state: Tensor, action: Tensor) -> Tensor:
-        return networks.critic(self.parameters_of(twin), state, action)[..., None]
+        return MLP.critic(self.parameters_of(twin), state, action)[..., None]
 
 
 class T3D:
@@ -223,7 +224,7 @@ class T3D:
         if not np.isfinite(obs).all():
             column = int(np.flatnonzero(~np.isfinite(obs))[0])
             raise T3DError(f"select_action: state[{column}] is {obs.flat[column]}, not a finite number.")
-        action = networks.actor(self._agent.actor, self._tensor(obs.reshape(1, -1)), self.max_action)
+        action = MLP.actor(self._agent.actor, self._tensor(obs.reshape(1, -1)), self.max_action)
         return np.asarray(action.flatten().cpu().numpy(), dtype=np.float32)
 
     def train(
@@ -251,7 +252,6 @@ class T3D:
             actor_lr=self.actor_lr,
             critic_lr=self.critic_lr,
         )
-        no_bits = torch.empty(0)  # the buffer draws its own
         for update in range(self.updates + 1, self.updates + int(iterations) + 1):
             parts = (self._tensor(part)[None] for part in replay_buffer.sample(batch_size))  # one seed: (1, n, …)
             obs, next_obs, action, reward, done = parts
@@ -259,7 +259,7 @@ class T3D:
             batch = Batch(obs, action, reward, next_obs, done, torch.full_like(reward, discount))
             noise = rng.normal(agent.seeds, Purpose.SMOOTHING, agent.updates, action.shape[1:], action.dtype)
             policy_step = steps.is_policy_step(update, policy_freq)
-            steps.learn(batch, agent, no_bits, noise, hp, policy_step, self.max_action)
+            steps.learn(batch, agent, noise, hp, policy_step, self.max_action)
 
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""
@@ -278,7 +278,7 @@ class T3D:
         files.copy_tensors(path, given, live)
 
     def _saved(self) -> dict[str, Tensor]:
-        return {**tensors(self._agent), "max_action": torch.tensor(self.max_action, dtype=torch.float64)}
+        return {**state_dict(self._agent), "max_action": torch.tensor(self.max_action, dtype=torch.float64)}
 
     def _tensor(self, array: ArrayLike) -> Tensor:
         live = self._agent.actor["w1"]

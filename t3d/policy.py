@@ -1,11 +1,10 @@
 """A trained policy: called with an observation, it gives an action in the environment's own units.
 
-On the disk it is a safetensors file with the actor's layers in the layout and under the names of the documents' `Actor`
-(`layer_1.weight`, …); its header holds a card that says what they are for, and a checksum. The JSON file beside it is
-a copy of the card for people; nothing reads it. Where observations were
-normalised, `obs.shift` and `obs.scale` are in it too: the actor sees (observation − shift) · scale, within ±10. Where
-there are images the layers of the encoder come first, `encoder_1.weight`, …, as `nn.Conv2d` has them, the last of them
-as `nn.Linear`.
+A policy file is a safetensors file with the actor's layers in the layout and under the names of the documents' `Actor`
+(`layer_1.weight`, …). Its header holds a card, which says what they are for, and a checksum. The JSON file beside it is
+a copy of the card for people; nothing reads it. Where observations were normalized, `obs.shift` and `obs.scale` are in
+the file too: the actor sees (observation − shift) · scale, within ±10. For images the layers of the encoder come first,
+`encoder_1.weight`, …, as `nn.Conv2d` has them, the last one as `nn.Linear`.
 """
 
 import json
@@ -21,25 +20,34 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from t3d import files, networks
+from t3d import files
+from t3d.agent import act
 from t3d.custom_network import Network, own_network
 from t3d.envs import ActionRange
 from t3d.errors import T3DError, plain, shown
 from t3d.layout import Layout, check, flatten, size
-from t3d.networks import Parameters
-from t3d.pixels.encoder import ENCODER, FEATURES, KERNEL, encoder_sizes, named, of_name, seeing
+from t3d.networks import MLP, SHARED, Networks, Parameters
+from t3d.normalizer import Scaling
+from t3d.pixels.encoder import (
+    ENCODER,
+    FEATURES,
+    KERNEL,
+    encoder_sizes,
+    image_networks,
+    prefixed,
+    without_prefix,
+)
 from t3d.pixels.frame_stack import FrameStack
-from t3d.replay import Normalizer, normalize
 from t3d.rng import Purpose
 
-FORMAT = 3
+FORMAT = 4
 MOST_LAYERS = 64
 CARD = "card"  # its key in the header
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the header says of the weights."""
+    """What the header of a policy file says of its weights."""
 
     env: str
     seed: int
@@ -52,7 +60,7 @@ class Card:
     action_dtype: str
     hidden: list[int]
     network: str | None = None  # the name of one of the user's own
-    stack: int = 1  # frames that it sees at once, where there are images
+    stack: int = 1  # frames in its frame stack, where there are images
     run: str = ""  # the identity of the run that it comes from
     format: int = FORMAT
 
@@ -64,16 +72,17 @@ class Policy:
         self,
         parameters: Parameters,
         card: Card,
-        normalizer: Normalizer | None = None,
-        network: networks.Network | None = None,
+        scaling: Scaling | None = None,
+        networks: Networks | None = None,
     ) -> None:
         self.parameters = parameters  # one seed: (1, in, out)
         self.card = card
         self.frame_stack = FrameStack.of(card.layout, card.stack)
-        self._frames: list[NDArray[np.float32]] = []  # before its eyes
-        # If it is not a mlp; whose eyes a policy has makes no difference.
-        self.network = network or (None if self.frame_stack is None else seeing(self.frame_stack, "separate"))
-        self.normalizer = normalizer  # if observations were normalised: (1, 1, O)
+        self._frames: list[NDArray[np.float32]] = []  # the current frame stack
+        # An actor reads its encoder in the same way whether or not the critics share it.
+        images = self.frame_stack and image_networks(self.frame_stack, "separate")
+        self.networks = networks or images or MLP
+        self.scaling = scaling  # where observations were normalized: (1, 1, O)
         self.actions = ActionRange(
             np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
         )
@@ -84,12 +93,15 @@ class Policy:
         return plain(f"<Policy for {self.card.env}: seed {self.card.seed}, step {self.card.step:,}, {told}>")
 
     def reset(self) -> None:
-        """Forget the frames that were seen: a new episode begins."""
+        """Begin a new episode: clear the frame stack."""
         self._frames = []
 
     def __call__(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
-        """One observation or a batch of them. Images are shown one by one, and the last few remembered until `reset`;
-        or as whole stacks of frames, (stack, height, width, channels), or a batch of those."""
+        """One observation or a batch of them.
+
+        Images come one by one, and the policy keeps the last few until `reset`; or as whole frame stacks,
+        (stack, height, width, channels), or a batch of those.
+        """
         return self._numbers(obs) if self.frame_stack is None else self._images(obs, self.frame_stack)
 
     def _images(self, obs: Any, frame_stack: FrameStack) -> NDArray[Any]:
@@ -107,16 +119,16 @@ class Policy:
                     *(self._frames or [row[frame_stack.pixels]] * frame_stack.stack)[1:],
                     row[frame_stack.pixels],
                 ]
-                seen = frame_stack.seen(np.stack(self._frames)[None], row[None])
-                return np.asarray(self._act(seen)[0])
+                stacked = frame_stack.join(np.stack(self._frames)[None], row[None])
+                return np.asarray(self._act(stacked)[0])
             rows = [flatten(layout, frame) for frame in np.asarray(obs).reshape(-1, *given[len(before) :])]
-            seen = np.stack(rows).astype(np.float32).reshape(-1, frame_stack.stack * frame_stack.frame_size)
+            stacked = np.stack(rows).astype(np.float32).reshape(-1, frame_stack.stack * frame_stack.frame_size)
         except (TypeError, ValueError) as error:
             raise T3DError(
                 f"this policy takes an observation of its environment, or stacks of"
                 f" {frame_stack.stack} images ({error})."
             ) from error
-        actions = self._act(seen)
+        actions = self._act(stacked)
         return actions if batch else np.asarray(actions[0])
 
     def _numbers(self, obs: ArrayLike | Mapping[str, Any]) -> NDArray[Any]:
@@ -137,25 +149,19 @@ class Policy:
         actions = self._act(array.reshape(-1, prod(shape)))
         return actions[0] if array.shape == shape else actions
 
-    @torch.no_grad()
     def _act(self, rows: NDArray[np.float32]) -> NDArray[Any]:
-        """Actions (B, A) for what is seen, (B, O)."""
+        """Actions (B, A) for observations (B, O)."""
         if not np.isfinite(rows).all():
             row, column = np.argwhere(~np.isfinite(rows))[0]
             raise T3DError(f"observation[{column}] is {rows[row, column]}: a policy acts on finite numbers only.")
-        seen = normalize(self.normalizer, torch.from_numpy(np.ascontiguousarray(rows))[None])
-        with networks.using(self.network):
-            return self.actions.to_env(networks.actor(self.parameters, seen)[0].numpy())
+        obs = torch.from_numpy(np.ascontiguousarray(rows))[None]
+        return self.actions.to_env(act(self.networks, self.parameters, obs, self.scaling)[0].numpy())
 
     def to_bytes(self) -> bytes:
-        """What a policy file holds: weights, card and checksum in one."""
-        normalizer = (
-            {}
-            if self.normalizer is None
-            else {f"obs.{name}": part.flatten() for name, part in self.normalizer._asdict().items()}
-        )
+        """The content of a policy file: weights, card and checksum."""
+        scaling = {} if self.scaling is None else {f"obs.{k}": part.flatten() for k, part in vars(self.scaling).items()}
         layers = to_layers(self.parameters) if self.card.network is None else own_layers(self.parameters)
-        return files.seal({**layers, **normalizer}, {CARD: json.dumps(asdict(self.card))})
+        return files.seal({**layers, **scaling}, {CARD: json.dumps(asdict(self.card))})
 
     def card_to_bytes(self) -> bytes:
         """The card alone, for people to read."""
@@ -173,7 +179,7 @@ def read_policy(path: Path, network: Network | None = None) -> Policy:
 
 
 def policy_of_bytes(content: bytes, path: Path, network: Network | None = None) -> Policy:
-    """The policy in what was read from `path`."""
+    """The policy in the content of `path`."""
     layers, about = files.unseal(content, path)
     values = files.parse_object(str(about.get(CARD, "")).encode(errors="replace"), f"the card of {path}")
     if values.get("format") != FORMAT:
@@ -189,22 +195,23 @@ def policy_of_bytes(content: bytes, path: Path, network: Network | None = None) 
         if own is not None:
             parameters = _from_own(weights, own, [frame_stack.dim if frame_stack else sizes[0], *sizes[1:]])
         elif frame_stack is not None:
-            eye = {name: tensor for name, tensor in weights.items() if name.startswith("encoder_")}
-            head = {name: tensor for name, tensor in weights.items() if name not in eye}
+            encoder = {name: tensor for name, tensor in weights.items() if name.startswith("encoder_")}
+            head = {name: tensor for name, tensor in weights.items() if name not in encoder}
             sizes[0] = FEATURES + len(frame_stack.numbers)
             parameters = _from_layers(head, list(pairwise(sizes)), "layer")
-            parameters |= named(ENCODER, _from_layers(eye, encoder_sizes(frame_stack), "encoder"))
+            parameters |= prefixed(ENCODER, _from_layers(encoder, encoder_sizes(frame_stack), "encoder"))
         else:
             parameters = _from_layers(weights, list(pairwise(sizes)), "layer")
-        return Policy(parameters, card, _lens_of(layers, len(frame_stack.numbers) if frame_stack else sizes[0]), own)
+        scaling = _read_scaling(layers, len(frame_stack.numbers) if frame_stack else sizes[0])
+        return Policy(parameters, card, scaling, None if own is None else own.networks())
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
         if isinstance(error, T3DError):
             raise
         raise T3DError(f"the card of {path} does not describe its weights ({error}).") from error
 
 
-def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Normalizer | None:
-    """The shift and the scale of observations, where there are both."""
+def _read_scaling(layers: dict[str, Tensor], obs_dim: int) -> Scaling | None:
+    """The shift and the scale of observations, or None."""
     parts = {name: tensor for name, tensor in layers.items() if name.startswith("obs.")}
     if not parts:
         return None
@@ -212,7 +219,7 @@ def _lens_of(layers: dict[str, Tensor], obs_dim: int) -> Normalizer | None:
         raise ValueError(f"{', '.join(parts)} instead of obs.shift and obs.scale")
     if any(part.shape != (obs_dim,) or part.dtype != torch.float32 for part in parts.values()):
         raise ValueError(f"obs.shift and obs.scale are not {obs_dim} numbers in float32")
-    return Normalizer(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
+    return Scaling(parts["obs.shift"][None, None], parts["obs.scale"][None, None])
 
 
 def _check_card(card: Card, weights: int | None) -> None:
@@ -245,15 +252,15 @@ def _check_card(card: Card, weights: int | None) -> None:
 
 def to_layers(parameters: Parameters) -> dict[str, Tensor]:
     """One seed's (1, in, out) weights as `nn.Linear` lays them out, and those of convolutions as `nn.Conv2d`."""
-    eye = of_name(ENCODER, parameters) or of_name(networks.SHARED + ENCODER, parameters)
+    encoder = without_prefix(ENCODER, parameters) or without_prefix(SHARED + ENCODER, parameters)
     head = {name: tensor for name, tensor in parameters.items() if "." not in name}
     layers = {}
-    for called, part in (("encoder", eye), ("layer", head)):
+    for prefix, part in (("encoder", encoder), ("layer", head)):
         for i in range(1, len(part) // 2 + 1):
             weight = part[f"w{i}"][0].T
-            convolution = called == "encoder" and f"w{i + 1}" in part
-            layers[f"{called}_{i}.weight"] = weight.reshape(len(weight), -1, KERNEL, KERNEL) if convolution else weight
-            layers[f"{called}_{i}.bias"] = part[f"b{i}"][0, 0]
+            convolution = prefix == "encoder" and f"w{i + 1}" in part
+            layers[f"{prefix}_{i}.weight"] = weight.reshape(len(weight), -1, KERNEL, KERNEL) if convolution else weight
+            layers[f"{prefix}_{i}.bias"] = part[f"b{i}"][0, 0]
     return layers
 
 
@@ -263,7 +270,7 @@ def own_layers(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def _from_own(layers: dict[str, Tensor], network: Network, sizes: list[int]) -> Parameters:
-    """The same back again, if the network has tensors of these names and sizes."""
+    """The inverse of `own_layers`, if the network has tensors of these names and sizes."""
     fresh = network.init(torch.tensor([0]), Purpose.ACTOR_WEIGHTS, 1, sizes, torch.float32)
     if {f"own.{name}": tensor.numel() for name, tensor in fresh.items()} != {k: t.numel() for k, t in layers.items()}:
         raise ValueError(f"its tensors are not those of {network.name}")
@@ -272,16 +279,16 @@ def _from_own(layers: dict[str, Tensor], network: Network, sizes: list[int]) -> 
     return {name: layers[f"own.{name}"].reshape(1, 1, -1) for name in fresh}
 
 
-def _from_layers(layers: dict[str, Tensor], sizes: list[tuple[int, int]], called: str) -> Parameters:
+def _from_layers(layers: dict[str, Tensor], sizes: list[tuple[int, int]], prefix: str) -> Parameters:
     """Weights as `to_layers` gave them as one seed's parameters, if they are of these sizes."""
     if len(layers) != 2 * len(sizes):
         raise ValueError(f"{len(layers)} tensors for {len(sizes)} layers")
     parameters = {}
     for i, (fan_in, fan_out) in enumerate(sizes, start=1):
-        weight, bias = layers[f"{called}_{i}.weight"].flatten(1), layers[f"{called}_{i}.bias"]
+        weight, bias = layers[f"{prefix}_{i}.weight"].flatten(1), layers[f"{prefix}_{i}.bias"]
         if weight.shape != (fan_out, fan_in) or bias.shape != (fan_out,):
-            raise ValueError(f"{called}_{i} is not {fan_in} by {fan_out}")
+            raise ValueError(f"{prefix}_{i} is not {fan_in} by {fan_out}")
         if weight.dtype != torch.float32 or bias.dtype != torch.float32:
-            raise ValueError(f"{called}_{i} is not in float32")
+            raise ValueError(f"{prefix}_{i} is not in float32")
         parameters[f"w{i}"], parameters[f"b{i}"] = weight.T[None].contiguous(), bias[None, None]
     return parameters

@@ -7,23 +7,43 @@ A transition is one row of numbers, so storing is one write and sampling one gat
 `terminated` is 1 only where the episode truly ended: a row cut off by a time limit keeps 0 and its true last
 observation. `span` is how many environment steps the row covers; the batch carries `discount` = γ^span.
 
+Image observations are in a `FrameStore` beside the rows (`frames`): a row refers to its frames by number.
+
 Shapes: S seeds, N new rows, C capacity, B batch. rows (S, C + 1 or a few more, width); (S,) for how many were ever
-stored, and how many of them are there now.
+stored, and how many of them can be sampled now.
 """
 
-from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from t3d.normalizer import RunningStatistics, Scaling, normalize
+from t3d.state_dict import NOT_SAVED
+
+if TYPE_CHECKING:
+    from t3d.pixels.frame_store import Frames, FrameStore
+
 Flags = NDArray[np.bool_]
-Which = Callable[[], Flags]
+Shapes = dict[str, tuple[tuple[int, ...], type]]
 ONE = np.array(1)
+
+
+class Transitions(NamedTuple):
+    """Transitions to store, (S, N, …); those that are not `valid` are left out."""
+
+    obs: ArrayLike
+    action: ArrayLike
+    reward: ArrayLike
+    next_obs: ArrayLike
+    terminated: ArrayLike
+    span: ArrayLike
+    valid: Flags
+    frames: "Frames | None" = None
 
 
 @dataclass
@@ -37,13 +57,19 @@ class Batch:
     terminated: Tensor
     discount: Tensor
 
-    def sample(self, bits: Tensor, gamma: float) -> "Batch":
-        """[step 4] Itself: a batch that was drawn elsewhere stands in for the memory it came from."""
-        return self
 
-
+@dataclass(init=False, eq=False)
 class Replay:
-    """[step 1] Fixed size, filled transition by transition, the oldest overwritten; for each seed by itself."""
+    """[step 1] Fixed size, filled transition by transition, the oldest overwritten; each seed has its own ring.
+
+    `tensor_options` are those of `torch.empty`: dtype and device.
+    """
+
+    rows: Tensor = field(metadata=NOT_SAVED)  # checkpoints keep them in segments
+    length: Tensor = field(metadata=NOT_SAVED)  # (S,) rows that can be sampled; follows from `stored`
+    stored: NDArray[np.int64]  # (S,) rows ever stored
+    statistics: RunningStatistics | None  # of observations, where they are normalized
+    frames: "FrameStore | None"
 
     def __init__(
         self,
@@ -51,77 +77,57 @@ class Replay:
         capacity: int,
         obs_dim: int,
         action_dim: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        *,
         normalize: bool = False,
-        reward_scale: float = 1.0,
-        numbers: int | None = None,
+        frames: "FrameStore | None" = None,
+        **tensor_options: Any,
     ) -> None:
-        self.capacity, self.reward_scale = capacity, reward_scale
-        self._capacity = np.array(capacity)  # beside arrays a number of Python's is made into one at every use
-        # What is normalised of an observation stands at its end.
-        numbers = obs_dim if numbers is None else numbers
-        self.statistics = RunningStatistics.of(seeds, numbers, device) if normalize and numbers else None
-        self.obs_dim, self.action_dim = obs_dim, action_dim
-        self.input_dim = obs_dim  # numbers in an observation as networks see it
-        self.frames_per_step = 0
+        self.capacity, self.obs_dim, self.action_dim, self.frames = capacity, obs_dim, action_dim, frames
+        self._capacity = np.array(capacity)  # arithmetic with arrays would convert a Python int at every use
         # One row more than the capacity: rows that are no transition are written there and never read.
         # Nor is any row read before it is written: `empty` leaves untouched memory to the system.
-        # Four rows are a multiple of 16 bytes: so each seed's begin where a GPU likes to read.
+        # Four rows are a multiple of 16 bytes, so each seed's rows begin aligned for a GPU.
         places = capacity + 4 - capacity % 4
-        self.rows = torch.empty(seeds, places, row_width(obs_dim, action_dim), dtype=dtype, device=device)
+        self.rows = torch.empty(seeds, places, row_width(obs_dim, action_dim), **tensor_options)
+        self.length = torch.zeros(seeds, dtype=torch.int64, device=self.rows.device)
         self.stored = np.zeros(seeds, np.int64)
         self.first = np.arange(seeds)[:, None] * places  # (S, 1) each seed's first row, counted over all
-        self.length = torch.zeros(seeds, dtype=torch.int64, device=device)
-        self._kept: tuple[tuple[int, ...], dict[str, NDArray[Any]], dict[str, Tensor]] | None = None
+        numbers = obs_dim if frames is None else len(frames.frame_stack.numbers)
+        self.statistics = RunningStatistics.create(seeds, numbers, self.rows.device) if normalize and numbers else None
+        if frames is not None:
+            self.rows[:, :1] = 0  # a GPU's warm-up samples row 0 before it is written: its frame numbers must exist
+        self._staging: dict[tuple[int, int], Staging] | None = {}
 
-    def add(
-        self,
-        obs: ArrayLike,
-        action: ArrayLike,
-        reward: ArrayLike,
-        next_obs: ArrayLike,
-        terminated: ArrayLike,
-        span: ArrayLike,
-        valid: Flags,
-    ) -> None:
-        """[step 1] Store N rows a seed, those that are `valid` (S, N), over the oldest ones if full."""
-        self.add_rows(Transitions(obs, action, reward, next_obs, terminated, span, valid))
+    @property
+    def input_dim(self) -> int:
+        """Numbers in an observation as the networks see it."""
+        return self.obs_dim if self.frames is None else self.frames.frame_stack.dim
 
-    def add_rows(self, rows: "Transitions") -> None:
-        """[step 1] The same, of rows that come in one piece."""
-        into, new = self._desk(rows.valid.shape[1], 0 if rows.frames is None else rows.frames.where.shape[1])
-        self.lay_out(into, rows)
-        if self.rows.device.type != "cpu":
-            new = {name: tensor.to(self.rows.device) for name, tensor in new.items()}
-        self.write(new)
+    # ---------------------------------------------------------------------------------------- step 1: storing
 
-    def _desk(self, count: int, frames: int) -> tuple[dict[str, NDArray[Any]], dict[str, Tensor]]:
-        """Arrays to lay so many rows out in, and the same as tensors; kept, because every step needs as many."""
-        size = self.rows.data_ptr(), len(self.rows), count, frames
-        if self._kept is None or self._kept[0] != size:
-            shapes = self.incoming(count, frames)
-            into: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
-            new = {name: torch.from_numpy(part) for name, part in into.items()}
-            if self.length.device.type == "cpu":  # counted where it is kept
-                into["length"], new["length"] = self.length.numpy(), self.length
-            self._kept = size, into, new
-        return self._kept[1], self._kept[2]
+    def add(self, new: Transitions) -> None:
+        """[step 1] Store N rows a seed, over the oldest ones if full."""
+        assert self._staging is not None
+        size = new.valid.shape[1], 0 if new.frames is None else new.frames.where.shape[1]
+        staging = self._staging.get(size) or self._staging.setdefault(size, Staging(self, *size))
+        self.stage(staging.arrays, new)
+        self.write(staging.tensors if self.rows.is_cpu else staging.to(self.rows.device))
 
-    def incoming(self, count: int, frames: int) -> dict[str, tuple[tuple[int, ...], type]]:
-        """The arrays that so many rows and frames are laid out in on their way to the device: shapes and types."""
+    def staging_shapes(self, count: int, frames: int) -> Shapes:
+        """The arrays that so many rows and frames are staged in on their way to the device: shapes and types."""
         dtype: type = np.float32 if self.rows.dtype == torch.float32 else np.float64
         seeds = len(self.rows)
-        return {
+        shapes: Shapes = {
             "rows": ((seeds, count, self.rows.shape[-1]), dtype),
             "where": ((seeds, count), np.int64),
             "length": ((seeds,), np.int64),
         }
+        return shapes if self.frames is None else {**shapes, **self.frames.staging_shapes(frames)}
 
-    def lay_out(self, into: dict[str, NDArray[Any]], rows: "Transitions") -> None:
-        """Put N rows a seed together and count them: the rows themselves, and where they go."""
-        pack(into["rows"], rows, self.obs_dim)
-        valid, where = rows.valid, into["where"]
+    def stage(self, into: dict[str, NDArray[Any]], new: Transitions) -> None:
+        """Pack N rows a seed, count them, and decide their places in the ring."""
+        pack(into["rows"], new, self.obs_dim)
+        valid, where = new.valid, into["where"]
         if valid.shape[1] == 1 and np.count_nonzero(valid) == valid.size:  # the usual case, in fewer operations
             where[:] = self.stored[:, None] % self._capacity
             self.stored += ONE
@@ -131,117 +137,108 @@ class Replay:
             where[~valid] = self.capacity
             self.stored += order[:, -1]
         where += self.first  # counted over all seeds
-        self.with_frames(into, rows)
-        self.tell(into)
+        if self.frames is None:
+            np.minimum(self.stored, self._capacity, out=into["length"])
+        else:
+            self.frames.stage(into, new, self.stored)
 
-    def with_frames(self, into: dict[str, NDArray[Any]], rows: "Transitions") -> None:
-        """The frames that come with rows, where there are images."""
-
-    def nothing(self, into: dict[str, NDArray[Any]]) -> None:
-        """Arrays that bring no row."""
+    def stage_nothing(self, into: dict[str, NDArray[Any]]) -> None:
+        """Stage no row: a write of fixed shape that changes nothing."""
         into["where"][:] = self.first + self.capacity
-        self.tell(into)
-
-    def tell(self, into: dict[str, NDArray[Any]]) -> None:
-        """How many rows there are now."""
-        np.minimum(self.stored, self._capacity, out=into["length"])
+        if self.frames is None:
+            np.minimum(self.stored, self._capacity, out=into["length"])
+        else:
+            self.frames.stage_nothing(into, self.stored)
 
     def write(self, new: dict[str, Tensor]) -> None:
-        """What was laid out, on the device, into its places."""
+        """Write staged rows to their places on the device, and count their observations."""
         put(self.rows, new["where"], new["rows"])
-        self.note(new["rows"], new["where"])
-        if new["length"] is not self.length:
-            self.length.copy_(new["length"])
-
-    def note(self, new: Tensor, where: Tensor) -> None:
-        """Count the observations of rows that are stored."""
         if self.statistics is not None:
             numbers, places = self.statistics.mean.shape[-1], self.rows.shape[1]
-            self.statistics.add(new[..., self.obs_dim - numbers : self.obs_dim], where % places != self.capacity)
+            obs, valid = new["rows"][..., self.obs_dim - numbers : self.obs_dim], new["where"] % places != self.capacity
+            self.statistics.add(obs, valid)
+        if new["length"] is not self.length:
+            self.length.copy_(new["length"])
+        if self.frames is not None:
+            self.frames.write(new)
 
-    def refer(self, obs: NDArray[Any]) -> NDArray[Any]:
-        """(S, N, …) the observations that are acted on now as rows have them: here, as they are."""
-        return obs
+    # ---------------------------------------------------------------------------------------- step 4: sampling
 
-    def start(self, obs: NDArray[Any], begun: Flags) -> None:
-        """[step 1] First observations (S, N, …) of episodes that have `begun` without a step before them."""
+    def scaling(self) -> Scaling | None:
+        """The current observation normalization, or None."""
+        return None if self.statistics is None else self.statistics.scaling()
 
-    def look(
-        self, obs: NDArray[Any], final_obs: NDArray[Any], next_obs: NDArray[Any], valid: Flags, which: Which
-    ) -> tuple[NDArray[Any], NDArray[Any], "Frames | None"]:
-        """One step of every environment, (S, N, …), as rows have it: `obs`, `final_obs`, and frames to store with them.
-
-        `which` tells, if it is asked, where an episode has begun: there `next_obs` is its first observation.
-        """
-        return obs, final_obs, None
-
-    def normalizer(self) -> "Normalizer | None":
-        """What stands between an observation and the networks now, if anything does."""
-        return None if self.statistics is None else self.statistics.normalizer()
-
-    def sample(self, bits: Tensor, gamma: float) -> Batch:
-        """[step 4] A batch drawn evenly from what is stored; `bits` are random bits for each row, (S, B).
-
-        The lower 32 of them draw the row.
-        """
-        index = self.drawn(bits)
+    def sample(self, bits: Tensor, gamma: float, reward_scale: float = 1.0) -> Batch:
+        """[step 4] A batch drawn uniformly from what is stored; the lower 32 of the `bits` (S, B) draw the rows."""
+        # In integers: a float32 uniform cannot address ten million rows evenly.
+        index = ((bits & 0xFFFFFFFF) * self.length[:, None]) >> 32
+        if self.frames is not None:
+            index = (self.frames.begin[:, None] + index) % self.capacity
         base = torch.arange(len(index), device=index.device) * self.rows.shape[1]  # (S,)
         rows = self.rows.flatten(0, 1).index_select(0, (index + base[:, None]).flatten())
         sizes = [self.obs_dim, self.action_dim, self.obs_dim, 1, 1, 1]
         obs, action, next_obs, reward, terminated, span = torch.split(rows.view(*index.shape, -1), sizes, -1)
         discount = gamma ** span.squeeze(-1)
-        normalizer = self.normalizer()
-        obs, next_obs = (normalize(normalizer, part) for part in self.seen(obs, next_obs, bits))
-        reward = reward.squeeze(-1) if self.reward_scale == 1 else self.reward_scale * reward.squeeze(-1)
+        if self.frames is not None:  # the upper bits draw the random shifts
+            obs, next_obs = self.frames.gather(obs, bits >> 32), self.frames.gather(next_obs, bits >> 48)
+        if (scaling := self.scaling()) is not None:
+            obs, next_obs = normalize(obs, scaling), normalize(next_obs, scaling)
+        reward = reward.squeeze(-1) if reward_scale == 1 else reward_scale * reward.squeeze(-1)
         return Batch(obs, action, reward, next_obs, terminated.squeeze(-1), discount)
 
-    def drawn(self, bits: Tensor) -> Tensor:
-        """[step 4] Which rows, (S, B)."""
-        # In integers: a float32 uniform cannot address ten million rows evenly.
-        return ((bits & 0xFFFFFFFF) * self.length[:, None]) >> 32
+    # ---------------------------------------------------------------------------------------- parts of it
 
-    def seen(self, obs: Tensor, next_obs: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """[step 4] Observations (S, B, …) of a batch as they were seen: here, as rows have them."""
-        return obs, next_obs
+    def seed(self, k: int) -> Self:
+        """The replay memory of seed `k` alone, a view of this one."""
+        view = copy(self)
+        view.rows, view.length = self.rows[k : k + 1], self.length[k : k + 1]
+        view.stored, view.first = self.stored[k : k + 1], self.first[:1]
+        if self.statistics is not None:
+            view.statistics = RunningStatistics(**{n: t[k : k + 1] for n, t in vars(self.statistics).items()})
+        view.frames = None if self.frames is None else self.frames.seed(k)
+        view._staging = {}
+        return view
 
     def rings(self) -> list["Ring"]:
-        """All that is stored bit by bit, for each seed: what checkpoints keep in segments."""
-        return [Ring(self.rows[k], self.stored[k : k + 1], self.capacity) for k in range(len(self.rows))]
+        """Everything that is stored item by item: checkpoints keep it in segments."""
+        rows = [Ring(self.rows[k], self.stored[k : k + 1], self.capacity) for k in range(len(self.rows))]
+        return rows if self.frames is None else rows + self.frames.rings()
 
-    def counters(self) -> dict[str, NDArray[np.int64]]:
-        """What is counted on the host."""
-        return {"stored": self.stored}
+    def counts(self) -> dict[str, NDArray[np.int64]]:
+        """How many items were ever stored, by the names in a state dict."""
+        counts = {"stored": self.stored}
+        return counts if self.frames is None else {**counts, "frames.stored": self.frames.stored}
 
-    def restored(self, under_way: NDArray[np.float32]) -> None:
-        """The rings are full again, and everything else is as it was saved, also what is `under_way` to be a row."""
-        self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+    def restored(self, pending: NDArray[np.float32]) -> None:
+        """Work out what follows from the restored rings and counters; `pending` are observations of unfinished rows."""
+        if self.frames is None:
+            self.length.copy_(torch.from_numpy(np.minimum(self.stored, self.capacity)))
+        else:
+            self.frames.restored(self, pending)
+            self.length.copy_(torch.from_numpy(self.stored - self.frames.lost))
 
     @property
     def nbytes(self) -> int:
-        """Of everything that grows until the memory is full."""
-        return self.rows.nbytes
+        """Bytes of everything that grows until the memory is full."""
+        return self.rows.nbytes + (0 if self.frames is None else self.frames.nbytes)
 
-    def seed(self, k: int) -> Self:
-        """The memory of seed `k` alone; it shares its storage with this one."""
-        view = self.with_tensors({name: tensor[k : k + 1] for name, tensor in self.tensors().items()})
-        view.stored, view.first = self.stored[k : k + 1], self.first[:1]
-        return view
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that is on the device, by name."""
-        return {"rows": self.rows, "length": self.length, **(vars(self.statistics) if self.statistics else {})}
+class Staging:
+    """Host buffers for so many rows and frames, as arrays and as tensors; every step needs the same ones."""
 
-    def with_tensors(self, given: dict[str, Tensor]) -> Self:
-        """The same memory with other tensors in it."""
-        other = copy(self)
-        other.rows, other.length = given["rows"], given["length"]
-        if self.statistics is not None:
-            other.statistics = RunningStatistics(**{name: given[name] for name in vars(self.statistics)})
-        return other
+    def __init__(self, memory: Replay, count: int, frames: int) -> None:
+        shapes = memory.staging_shapes(count, frames)
+        self.arrays: dict[str, NDArray[Any]] = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        self.tensors = {name: torch.from_numpy(part) for name, part in self.arrays.items()}
+        if memory.length.is_cpu:  # counted in place
+            self.arrays["length"], self.tensors["length"] = memory.length.numpy(), memory.length
+
+    def to(self, device: torch.device) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in self.tensors.items()}
 
 
 class Ring(NamedTuple):
-    """Transitions of which the newest are there: the i-th ever stored lies in place i modulo `capacity`."""
+    """Items of which the newest are kept: the i-th ever stored lies in place i modulo `capacity`."""
 
     rows: Tensor  # (at least capacity, …)
     stored: NDArray[np.int64]  # (1,) how many ever were
@@ -253,7 +250,7 @@ class Ring(NamedTuple):
         return self.rows.index_select(0, where)
 
     def put(self, first: int, part: Tensor) -> None:
-        """Transitions that `since` gave, back in their places; they go in from the oldest to the newest."""
+        """Put rows that `since` gave back in their places, from the oldest to the newest."""
         part, first = part[-self.capacity :], first + max(0, len(part) - self.capacity)
         where = torch.arange(first, first + len(part)) % self.capacity
         self.rows.index_copy_(0, where.to(self.rows.device), part.to(self.rows.device))
@@ -261,10 +258,10 @@ class Ring(NamedTuple):
 
 
 def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
-    """Transitions (S, N, …) into their places (S, N), counted over all seeds."""
-    if storage.device.type == "cpu":  # NumPy does small things in less time than PyTorch
+    """Write items (S, N, …) to their places (S, N), counted over all seeds."""
+    if storage.is_cpu:  # NumPy has less overhead than PyTorch for small writes
         places = storage.numpy().reshape(-1, *storage.shape[2:])
-        if where.numel() == 1:  # and a single one in less still
+        if where.numel() == 1:  # and a single row less still
             places[int(where)] = new.numpy()[0, 0]
         else:
             places[where.numpy()] = new.numpy()
@@ -272,82 +269,8 @@ def put(storage: Tensor, where: Tensor, new: Tensor) -> None:
         storage.flatten(0, 1).index_copy_(0, where.flatten(), new.flatten(0, 1))
 
 
-@dataclass
-class RunningStatistics:
-    """Each seed's observations so far: how many (S, 1), their mean and their squared distances from it (S, O)."""
-
-    count: Tensor
-    mean: Tensor
-    squares: Tensor
-
-    @staticmethod
-    def of(seeds: int, obs_dim: int, device: torch.device | str) -> "RunningStatistics":
-        # In float64: a million squares added up in float32 are off by a per cent.
-        shapes = ((seeds, 1), (seeds, obs_dim), (seeds, obs_dim))
-        return RunningStatistics(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
-
-    def add(self, obs: Tensor, valid: Tensor) -> None:
-        """Count those that are `valid` (S, N) of the observations (S, N, O)."""
-        weight = valid.double()[..., None]
-        new = weight.sum(1)  # (S, 1)
-        mean = (obs * weight).sum(1) / new.clamp(min=1)
-        squares = ((obs - mean[:, None]) ** 2 * weight).sum(1)
-        share = new / (self.count + new).clamp(min=1)
-        apart = mean - self.mean
-        self.squares.add_(squares + apart**2 * self.count * share)
-        self.mean.add_(apart * share)
-        self.count.add_(new)
-
-    def normalizer(self) -> "Normalizer":
-        """To mean 0 and deviation 1; as it is until there are two."""
-        deviation = (self.squares / self.count.clamp(min=1) + 1e-8).sqrt()
-        enough = self.count > 1
-        shift = torch.where(enough, self.mean, 0.0)
-        scale = torch.where(enough, 1 / deviation, 1.0)
-        return Normalizer(shift.float()[:, None], scale.float()[:, None])
-
-
-class Normalizer(NamedTuple):
-    """(S, 1, O) what is taken from an observation, and what the rest is multiplied with."""
-
-    shift: Tensor
-    scale: Tensor
-
-
-def normalize(normalizer: Normalizer | None, obs: Tensor) -> Tensor:
-    """Observations (S, B, O) as the networks see them: within ±10, so that what was never seen stays within reason.
-
-    Where there are frames in front of the numbers, they stay as they are.
-    """
-    if normalizer is None:
-        return obs
-    frames = obs.shape[-1] - normalizer.shift.shape[-1]
-    normal = ((obs[..., frames:] - normalizer.shift) * normalizer.scale).clamp(-10, 10).to(obs.dtype)
-    return torch.cat([obs[..., :frames], normal], -1) if frames else normal
-
-
-class Transitions(NamedTuple):
-    """Transitions on their way into the memory, (S, N, …), of which those that are `valid` will be stored."""
-
-    obs: ArrayLike
-    action: ArrayLike
-    reward: ArrayLike
-    next_obs: ArrayLike
-    terminated: ArrayLike
-    span: ArrayLike
-    valid: Flags
-    frames: "Frames | None" = None
-
-
-class Frames(NamedTuple):
-    """Frames on their way into the memory with them: (S, M, F) bytes, and (S, M) where they go."""
-
-    pixels: NDArray[np.uint8]
-    where: NDArray[np.int64]
-
-
 def pack(into: NDArray[Any], rows: Transitions, obs_dim: int) -> None:
-    """The parts of transitions side by side, (S, N, W)."""
+    """Write the parts of transitions side by side, (S, N, W)."""
     into[..., :obs_dim] = rows.obs
     into[..., obs_dim : -obs_dim - 3] = rows.action
     into[..., -obs_dim - 3 : -3] = rows.next_obs
@@ -355,7 +278,7 @@ def pack(into: NDArray[Any], rows: Transitions, obs_dim: int) -> None:
 
 
 def unpack(row: NDArray[Any], obs_dim: int) -> Transitions:
-    """The same the other way round: (S, N, W), all of them valid."""
+    """The inverse of `pack`: (S, N, W), all of them valid."""
     obs, action, next_obs = row[..., :obs_dim], row[..., obs_dim : -obs_dim - 3], row[..., -obs_dim - 3 : -3]
     valid = np.ones(row.shape[:2], bool)
     return Transitions(obs, action, row[..., -3], next_obs, row[..., -2], row[..., -1], valid)

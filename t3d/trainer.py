@@ -1,220 +1,336 @@
-"""The loop: act, step the environments, store what happened, learn; now and then evaluate.
+"""The training loop: act, step the environments, store, learn. Between steps: log, evaluate, save.
 
-Shapes: S seeds, N environments a seed.
+    Trainer.step
+     ├ Learner.act                    the actor with exploration noise, or random actions first
+     ├ Collector.collect              the environments, n-step returns           [step 1]
+     ├ Learner.store                  Replay.add                                 [step 1]
+     └ Learner.update                 steps.update: sample and learn             [steps 4 to 15]
+
+Shapes: S seeds, N environments a seed, A action.
 """
 
-import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from math import floor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from t3d import agent as agents
+from t3d.agent import random_action
+from t3d.collector import Collected
 from t3d.config import Config, parse_every
 from t3d.display import Display
-from t3d.envs import EnvFactory
-from t3d.envs.batch import MOST_LOSSES, EnvError
-from t3d.errors import T3DError, plain_lines, shown
-from t3d.evaluate.async_evaluator import AsyncEvaluator
-from t3d.evaluate.evaluator import Evaluation, Evaluator, NoEvaluator, PolicySnapshot
-from t3d.learners import Learner
-from t3d.policy import Card, Policy
-from t3d.replay import Flags, Normalizer, pack
-from t3d.run_state import METRICS, State, begin_anew, policy_snapshot, relabel_episode, reset_environments, saved
+from t3d.envs.batch import EnvError
+from t3d.envs.factory import differs
+from t3d.errors import T3DError, shown
+from t3d.evaluate.async_evaluator import make_evaluator, resolve_async_eval
+from t3d.evaluate.evaluator import AnyEvaluator, Evaluator, NoEvaluator, PolicySnapshot
+from t3d.learners import CannotCompile, Learner, hardware, make_learner
+from t3d.run_state import (
+    RunSetup,
+    RunState,
+    create_state,
+    make_state,
+    most_state,
+    relabel_counter,
+    restore,
+    take_snapshot,
+)
 from t3d.runs.checkpoints import Checkpoints
-from t3d.runs.folder import Run, Which
-from t3d.steps import is_policy_step
+from t3d.runs.folder import CHANGEABLE, Run, claim
+from t3d.runs.recorder import Recorder, Row, about, describe, finite
+
+Floats = NDArray[np.float32]
+MOST_STEPS = 64  # between two looks at the clock, the display and the checkpoints
 
 
-def run(
-    state: State,
-    learner: Learner,
-    evaluator: Evaluator | AsyncEvaluator | NoEvaluator,
-    config: Config,
-    folder: Run,
-    display: Display,
-    checkpoints: Checkpoints,
-    stop: Callable[[], bool],
-) -> None:
-    """Train to the last step, or until told to stop, keeping the folder up to date.
+class Stop:
+    """Whether the run is asked to stop."""
 
-    A run that was stopped anywhere goes on from the top: what is owed is done first, in the same order.
+    requested = False
+
+
+NEVER = Stop()
+
+
+class Trainer:
+    """A run in progress and everything that drives it. `run` is the loop; `step` is one step of every environment.
+
+    `create` and `resume` open a run folder and close everything at the end:
+
+        with Trainer.create(setup, run) as trainer:
+            trainer.run()
     """
-    schedule = Schedule(config.checkpoint_every, state.step)
-    marked, marked_step = time.perf_counter(), state.step
 
-    def save() -> None:
-        learner.flush()
-        note(state)
-        agents.refuse_diverged(agents.tensors(state.agent), state.seeds)
-        checkpoints.save(state.step, saved(state), state.memory)
-        if not config.eval_every:
-            save_last_policies(state, config, folder)
+    def __init__(
+        self,
+        state: RunState,
+        learner: Learner,
+        config: Config,
+        evaluator: AnyEvaluator | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.state, self.learner, self.config = state, learner, config
+        self.evaluator: AnyEvaluator = evaluator or NoEvaluator()
+        self._recorder, self.stop = recorder, Stop()
 
-    def take_in(pending_eval: PolicySnapshot) -> None:
+    # ------------------------------------------------------------------------------------------ one step
+
+    def step(self) -> list[Row]:
+        """Act, step every environment, store, learn; returns a row for each episode that ended."""
+        config, state = self.config, self.state
+        action = self.act()
+        if config.overlap == "on":
+            self.update_owed(NEVER)  # the updates owed from the step before run while the environments step
+        left = config.steps - state.step  # in the last steps only some of the environments are active
+        active = None if left >= config.num_envs else np.tile(np.arange(config.num_envs) < left, len(state.seeds))
+        collected = state.collector.collect(action(), active)
+        self.learner.store(collected.transitions)
+        state.step += min(left, config.num_envs)
+        if config.train_freq == "step":
+            state.update_credit.fill(max(0, state.step - config.random_steps))
+        rows = self._end_episodes(collected) if np.count_nonzero(collected.ended) else []
+        if collected.failure is not None:
+            collected.failure.rows = rows
+            raise collected.failure
+        if config.overlap != "on":
+            self.update_owed(self.stop)
+        return rows
+
+    def act(self) -> Callable[[], Floats]:
+        """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called."""
+        config, state = self.config, self.state
+        random = config.random_steps - state.step
+        if random <= 0:
+            return self.learner.act(state.collector.obs, state.step)
+        dim = state.collector.envs.actions.dim
+        drawn = np.asarray(random_action(torch.tensor(state.seeds), state.step, config.num_envs, dim).numpy())
+        if random >= config.num_envs:
+            return lambda: drawn
+        acted = self.learner.act(state.collector.obs, state.step)  # fewer random steps are left than environments
+        return lambda: np.concatenate([drawn[:, :random], acted()[:, random:]], 1)
+
+    def update_owed(self, stop: Stop) -> None:
+        """Run the updates that are owed, until told to stop."""
+        config, state = self.config, self.state
+        together = config.train_freq == "step"  # all seeds owe the same number of updates
+        for k in range(1 if together else len(state.seeds)):
+            # From the whole count each time: 0.3 added up fifty times is not 15.
+            done, owed = int(state.updates[k]), floor(int(state.update_credit[k]) * config.updates_per_step + 1e-9)
+            if done == 0 and owed and not state.learner.memory.stored.all():
+                return  # nothing to sample yet; the updates stay owed
+            for update in range(done + 1, owed + 1):
+                if stop.requested:
+                    return
+                state.updates[slice(None) if together else k] = update
+                self.learner.update(k, state.learner.algorithm.is_policy_step(update, config.policy_delay))
+
+    def _end_episodes(self, collected: Collected) -> list[Row]:
+        """A row for each episode that ended; hindsight stores its relabeled transitions."""
+        state, collector = self.state, self.state.collector
+        rows: list[Row] = []
+        for k, i in np.argwhere(collected.ended):
+            score, length = float(collector.episode_return[k, i]), int(collector.episode_length[k, i])
+            row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
+            rows.append(row | {"terminated": bool(collected.terminated[k, i]), "lost": not collected.valid[k, i]})
+            if self.config.train_freq == "episode":
+                state.update_credit[k] += length
+            memory = state.learner.memory
+            if (new := collector.relabeled(k, i, relabel_counter(state, i), memory.capacity)) is not None:
+                self.learner.flush()  # the episode's own transitions come first
+                memory.seed(k).add(new)
+        collector.begin(collected.ended)
+        return rows
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return finished(self.state, self.config)
+
+    @property
+    def recorder(self) -> Recorder:
+        assert self._recorder is not None, "a trainer without a run folder has no recorder"
+        return self._recorder
+
+    def run(self, stop: Stop | None = None) -> None:
+        """Train to the last step, or until told to stop.
+
+        A run that was stopped anywhere goes on from the top of the loop: what is owed comes first, in the same order.
+        """
+        self.stop = stop or Stop()
+        state, checkpoints = self.state, self.recorder.checkpoints
+        self._schedule = Schedule(self.config.checkpoint_every, state.step)
+        self._clock, self._clock_step = time.perf_counter(), state.step
+        if state.evaluated < 0:
+            self.save()
+            if not self.config.eval_every:
+                state.evaluated = 0
+        if state.pending_eval is not None:
+            self.evaluator.submit(state.pending_eval)  # its result was not recorded when the run stopped
         try:
-            evaluation = evaluator.result(pending_eval, stop)
+            while self._between_steps():
+                self._steps()
         except EnvError as failure:
-            raise stopped_by(failure) from failure
-        if evaluation is not None:  # else it is still owed
-            record(state, pending_eval, evaluation, config, folder, display)
-            state.pending_eval = None
-            if config.real_env and not stop() and state.step < config.steps:
-                reset_environments(state)
+            self.learner.flush()
+            raise self.recorder.failed(failure, state) from failure
+        self.save()
+        checkpoints.wait()
 
-    def stopped_by(failure: EnvError) -> T3DError:
-        """The same, when it is written down and all before it is saved."""
-        folder.record(failure.rows)
-        try:
-            save()
-            checkpoints.wait()
-            kept = "All before it is saved."
-        except T3DError as problem:  # it must not hide what happened
-            kept = f"What came since the last checkpoint could not be saved: {problem}"
-        report = write_report(failure, state, folder)
-        can_be_cut = failure.call == "step" and not state.envs.together and not failure.in_evaluation
-        how = {"on_env_error": "cut"} if can_be_cut else {}
-        return T3DError(
-            f"{failure} {report} {kept} To go on"
-            f"{' without this episode' if how else ''}: {folder.command('resume', **how)}"
-        )
+    def _steps(self) -> None:
+        """Train to the next step at which something is due."""
+        state, envs = self.state, self.state.collector.envs
+        until, started = self._next_due(), time.perf_counter()
+        while state.step < until and not self.stop.requested:
+            rows = self.step()
+            if rows:
+                self.recorder.episodes(rows)
+            if envs.failures:
+                self.learner.flush()
+                self.recorder.cut(envs.failures, state)
+            if time.perf_counter() - started > 0.25:
+                break
+        self.recorder.display.advance(state.step, envs.lost)
 
-    if state.evaluated < 0:
-        save()
-        if not config.eval_every:
-            state.evaluated = 0
-    if state.pending_eval is not None:
-        evaluator.submit(state.pending_eval)  # again: when the run was stopped, what came of it was not recorded
-    while True:
+    def _next_due(self) -> int:
+        """The next step to look up at; a real environment is watched at each step for the end of its episode."""
+        state, config = self.state, self.config
+        due = [config.steps, state.step + (1 if config.real_env else MOST_STEPS)]
+        due += [(state.step // every + 1) * every for every in (config.log_every, config.eval_every) if every]
+        if self._schedule.steps:
+            due.append((state.step // self._schedule.steps + 1) * self._schedule.steps)
+        return min(due)
+
+    def _between_steps(self) -> bool:
+        """Log, evaluate and save what is due; False at the end."""
+        state, config = self.state, self.config
         last = state.step >= config.steps
         log = due(state.logged, state.step, config.log_every) or (last and state.logged < state.step)
-        test = evaluation_due(state, config, last)
-        # With overlap the updates that are owed are left for the next turn, unless they are in what is read here.
-        if config.overlap != "on" or log or test:
-            learn_owed(state, config, learner, stop)
-        if log and not stop():
-            now = time.perf_counter()
-            rows = training_rows(state, config, (state.step - marked_step) / (now - marked))
-            marked, marked_step, state.logged = now, state.step, state.step
-            display.training(rows)
-            folder.record(rows)
-            if early := evaluator.poll():
-                display.evaluated(state.evaluated, early)
-        # What is played beside training is taken in when the next evaluation is due, or at the end: at a fixed step, so
-        # that rows keep their order.
+        evaluate = self._evaluation_due(last)
+        # With overlap the updates owed wait for the next step, unless they are in what is read here.
+        if config.overlap != "on" or log or evaluate:
+            self.update_owed(self.stop)
+        if log and not self.stop.requested:
+            self._log()
         paused = time.perf_counter()
-        if test and not stop() and state.pending_eval is not None:
-            take_in(state.pending_eval)
-        if test and not stop():
-            learner.flush()
-            state.pending_eval, state.evaluated = policy_snapshot(state, config), state.step
-            evaluator.submit(state.pending_eval)
-        if state.pending_eval is not None and (last or not evaluator.beside) and not stop():
-            take_in(state.pending_eval)
-        marked += time.perf_counter() - paused
-        if stop() or last:
-            break
-        # Counted in steps, training waits for the disk, so that never more than so many are done again; counted in
-        # seconds it does not wait.
-        if not checkpoints.busy and schedule.due(state.step):
-            save()
-            if schedule.steps:
-                checkpoints.wait()
-        try:
-            rows = turn(state, config, learner)
-        except EnvError as failure:
-            raise stopped_by(failure) from failure
-        if rows:
-            folder.record(rows)
-            display.ended(rows)
-        for cut in state.envs.failures:
-            state.env_errors += 1
-            report = write_report(cut, state, folder)
-            display.say(f"{cut} {report} Its episode is cut, the {nth(state.env_errors)} because of an error.")
-        if state.envs.failures and state.env_errors > config.max_env_errors:
-            save()
-            checkpoints.wait()
-            more = folder.command("resume", max_env_errors=2 * state.env_errors)
-            raise T3DError(
-                f"{state.env_errors} steps of {state.envs.name} failed, and --max-env-errors is"
-                f" {config.max_env_errors}: the run is saved and stopped at step {state.step:,}. To go on: {more}"
-            )
-        display.advance(state.step, state.envs.lost)
-    save()
-    checkpoints.wait()
+        # A concurrent evaluation is recorded when the next one is due, or at the end: at a fixed step.
+        if evaluate and state.pending_eval is not None:
+            self._record_evaluation(state.pending_eval)
+        if evaluate and not self.stop.requested:
+            self.learner.flush()
+            state.pending_eval, state.evaluated = take_snapshot(state, config), state.step
+            self.evaluator.submit(state.pending_eval)
+        if state.pending_eval is not None and (last or not self.evaluator.concurrent):
+            self._record_evaluation(state.pending_eval)
+        self._clock += time.perf_counter() - paused
+        if self.stop.requested or last:
+            return False
+        # Counted in steps, training waits for the disk, so that a crash never costs more; in seconds it does not wait.
+        if not self.recorder.checkpoints.busy and self._schedule.due(state.step):
+            self.save()
+            if self._schedule.steps:
+                self.recorder.checkpoints.wait()
+        return True
 
+    def save(self) -> None:
+        """Start a checkpoint of the whole run."""
+        self.learner.flush()
+        self.recorder.save(self.state)
 
-def write_report(failure: EnvError, state: State, folder: Run) -> str:
-    """All that is known of a failure, in a file of the run folder; a sentence with the most important of it."""
-    place = failure.place
-    if not place and failure.index is not None:
-        k, i = divmod(failure.index, state.obs.shape[1])
-        place = f"environment {i} of seed {state.seeds[k]}"
-    about = {
-        "what": str(failure),
-        "environment": place or "the vector environment",
-        "global step": f"{state.step:,}",
-        "episode": f"{failure.episode:,}",
-        "step of the episode": f"{failure.length:,}",
-        "last action": None if failure.action is None else np.array2string(failure.action, threshold=10_000),
-        "last observation": None if failure.obs is None else np.array2string(failure.obs, threshold=10_000),
-    }
-    lines = [f"{name}: {value}" for name, value in about.items() if value is not None]
-    text = "\n".join(map(plain_lines, [*lines, "", failure.whole]))
-    name = f"step-{state.step}-{failure.index or 0}.txt"
-    try:
-        folder.write("errors", name, text.encode(errors="replace"))
-        all_of_it = f"All of it is in {folder.path / 'errors' / name}."
-    except T3DError as problem:
-        all_of_it = f"It could not be written down: {problem}"
-    last = "".join(
-        f", the last {name} {shown(value.tolist())}"
-        for name, value in (("action", failure.action), ("observation", failure.obs))
-        if value is not None
-    )
-    where = f"It is {place}, at step {state.step:,} of the run{last}." if place else f"Step {state.step:,} of the run."
-    return f"{where} {all_of_it}"
+    def _evaluation_due(self, last: bool) -> bool:
+        """Whether an evaluation is due. On a real environment it waits for the episode to end."""
+        state, config = self.state, self.config
+        if not config.eval_every or (not last and config.real_env and state.collector.episode_length.any()):
+            return False
+        return due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
 
+    def _record_evaluation(self, snapshot: PolicySnapshot) -> None:
+        """Wait for the result of the pending evaluation and record it; told to stop, it stays pending."""
+        if self.stop.requested:
+            return
+        result, state = self.evaluator.result(snapshot, lambda: self.stop.requested), self.state
+        if result is None:
+            return
+        self.recorder.evaluation(state, snapshot, result)
+        state.pending_eval = None
+        if self.config.real_env and not self.stop.requested and state.step < self.config.steps:
+            state.collector.reset(state.collector.envs.episodes)  # the evaluation ran in the same environment
 
-def nth(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, …"""
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
-    return f"{number}{ending}"
+    def _log(self) -> None:
+        now, state = time.perf_counter(), self.state
+        rows = self.training_rows((state.step - self._clock_step) / (now - self._clock))
+        self._clock, self._clock_step, state.logged = now, state.step, state.step
+        self.recorder.training(rows)
+        if early := self.evaluator.poll():
+            self.recorder.display.evaluated(state.evaluated, early)
 
+    def training_rows(self, steps_per_second: float) -> list[Row]:
+        """The means since the last rows, one row a seed; null where there was no update."""
+        state = self.state
+        sums = {name: tensor.cpu().tolist() for name, tensor in state.learner.sums.items()}
+        critic, actor = (state.updates // n - state.updates_logged // n for n in (1, self.config.policy_delay))
+        rows: list[Row] = []
+        for k, seed in enumerate(state.seeds):
+            row: dict[str, Any] = {"kind": "training", "step": state.step, "seed": seed}
+            for name, values in sums.items():
+                count = int((actor if name.startswith("actor") else critic)[k])
+                row[name] = finite(values[k] / count) if count else None
+            rows.append(row | {"steps_per_second": round(steps_per_second, 1)})
+        for total in state.learner.sums.values():
+            total.zero_()
+        state.updates_logged[:] = state.updates
+        return rows
 
-def save_last_policies(state: State, config: Config, folder: Run) -> None:
-    """Where no evaluation saves them: every seed's actor as it is now, with a card that has no returns."""
-    pending_eval = policy_snapshot(state, config)
-    for k in range(len(state.seeds)):
-        folder.save_policy(policy_of(state, k, pending_eval, config, folder, state.step), "last")
+    # ------------------------------------------------------------------------------------------ opening a run
 
+    @classmethod
+    def in_memory(cls, setup: RunSetup) -> "Trainer":
+        """A trainer without a run folder: its environments are ready, and `step` works."""
+        state = create_state(setup)
+        return cls(state, make_learner(state.learner, setup.config), setup.config)
 
-def evaluation_due(state: State, config: Config, last: bool) -> bool:
-    """Whether there is to be an evaluation now. On a real environment it waits for the episode to end."""
-    if not config.eval_every:
-        return False
-    if not last and config.real_env and state.episode_length.any():
-        return False
-    return due(state.evaluated, state.step, config.eval_every) or (last and state.evaluated < state.step)
+    @classmethod
+    @contextmanager
+    def create(cls, setup: RunSetup, out: str | Path | None, display: Display) -> Iterator["Trainer"]:
+        """A new run. Everything is checked before its folder is made: what is refused leaves nothing behind."""
+        config = setup.config
+        with ExitStack() as stack:
+            stack.enter_context(hardware(config.threads, config.precision))
+            state = stack.enter_context(closing(create_state(setup)))
+            config = resolve_async_eval(config, setup.factory, state.learner.agent.actor, state.collector.envs)
+            evaluator = _open_evaluator(stack, setup, state, config)
+            learner, config = _ready(state, config, display)
+            run = Run(claim(out, setup.factory.name))
+            stack.enter_context(run.lock())
+            stack.enter_context(closing(run.log))
+            run.begin(describe(replace(setup, config=config)))
+            checkpoints = stack.enter_context(closing(Checkpoints(run, about(config), display.say)))
+            yield cls(state, learner, config, evaluator, Recorder(run, checkpoints, display, config))
 
-
-def finished(state: State, config: Config) -> bool:
-    """Whether nothing is left to do."""
-    evaluated = not config.eval_every or (state.evaluated == state.step and state.pending_eval is None)
-    return state.step >= config.steps and evaluated
-
-
-def due(before: int, now: int, every: int) -> bool:
-    """Whether a multiple of `every` was reached since `before`; the first time always."""
-    return before < 0 or now // every > before // every
+    @classmethod
+    @contextmanager
+    def resume(cls, setup: RunSetup, run: Run, display: Display) -> Iterator["Trainer"]:
+        """A run from its newest whole checkpoint; its folder is locked."""
+        config = setup.config
+        with ExitStack() as stack:
+            stack.enter_context(hardware(config.threads, config.precision))
+            state = stack.enter_context(closing(make_state(setup)))
+            evaluator = _open_evaluator(stack, setup, state, config)
+            checkpoints = stack.enter_context(closing(Checkpoints(run, about(config), display.say)))
+            recorder = Recorder(run, checkpoints, display, config)
+            _restore_newest(state, recorder)
+            run.update_config({name: getattr(config, name) for name in CHANGEABLE})
+            done = finished(state, config)
+            learner, used = _ready(state, replace(config, accelerate="eager") if done else config, display)
+            if not done and used != config:
+                display.say("The run was compiled until here: from here on it is not bit for bit the same.")
+            yield cls(state, learner, config, evaluator, recorder)
 
 
 class Schedule:
@@ -232,230 +348,74 @@ class Schedule:
         return True
 
 
-def turn(state: State, config: Config, learner: Learner) -> list[dict[str, Any]]:
-    """Every environment one step further; returns a row for each episode that ended."""
-    action = act(state, config, learner)
-    if config.overlap == "on":
-        learn_owed(state, config, learner)  # asked for now, done while the environments move
-    note(state)  # the step before this one, while a GPU is busy with the actions
-    return collect(state, action(), config, learner)
+def finished(state: RunState, config: Config) -> bool:
+    """Whether a run has nothing left to do."""
+    evaluated = not config.eval_every or (state.evaluated == state.step and state.pending_eval is None)
+    return state.step >= config.steps and evaluated
 
 
-def act(state: State, config: Config, learner: Learner) -> Callable[[], NDArray[np.float32]]:
-    """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called for."""
-    random = config.random_steps - state.step
-    if random <= 0:
-        return learner.explore(state.obs, state.step)
-    action = agents.random_action(torch.tensor(state.seeds), state.step, config.num_envs, state.envs.actions.dim)
-    drawn = np.asarray(action.numpy())
-    if random >= config.num_envs:
-        return lambda: drawn
-    explored = learner.explore(state.obs, state.step)  # the last random steps are fewer than there are environments
-    return lambda: np.concatenate([drawn[:, :random], explored()[:, random:]], 1)
+def due(before: int, now: int, every: int) -> bool:
+    """Whether a multiple of `every` was reached since `before`; the first time always."""
+    return before < 0 or now // every > before // every
 
 
-def collect(state: State, action: NDArray[np.float32], config: Config, learner: Learner) -> list[dict[str, Any]]:
-    """[step 1] Step the environments and store the transitions; returns a row for each episode that ended."""
-    agents.refuse_divergence(action, state.seeds)
-    shape = action.shape[:2]  # (S, N)
-    left = config.steps - state.step
-    active = None if left >= shape[1] else np.tile(np.arange(shape[1]) < left, shape[0])  # the last steps, exactly
-    failed = None
-    try:
-        moved = state.envs.step(action.reshape(-1, action.shape[-1]), active)
-    except EnvError as failure:
-        if failure.moved is None:
-            raise
-        moved, failed = failure.moved, failure  # only the reset after it failed: the step counts
-    reward, valid = moved.reward.reshape(shape), moved.valid.reshape(shape)
-    terminated, truncated = moved.terminated.reshape(shape), moved.truncated.reshape(shape)
-    obs, final_obs = moved.obs.reshape(state.obs.shape), moved.final_obs.reshape(state.obs.shape)
-
-    # Terminated alone ends the value; a truncated episode goes on behind its last observation.
-    before, after, frames = state.memory.look(
-        state.obs, final_obs, obs, valid, lambda: moved.begun(active).reshape(shape)
-    )
-    transitions = state.n_step_buffer.add(before, action, reward, after, terminated, truncated, valid)
-    learner.store(transitions if frames is None else transitions._replace(frames=frames))
-
-    state.unnoted = action, obs, reward, valid
-    state.obs = obs
-    state.episode_return += reward
-    state.episode_length += valid
-    if state.goals is not None:
-        whole = np.empty((*shape, state.memory.rows.shape[-1]), np.float32)
-        pack(whole, transitions, state.memory.obs_dim)
-        state.episode_rows.add(whole, valid, state.episode_length)
-    state.step += min(left, shape[1])
-    if config.train_freq == "step":
-        state.update_credit.fill(max(0, state.step - config.random_steps))
-    ended = terminated | truncated
-    rows = episodes_ended(state, ended, terminated, valid, config, learner) if np.count_nonzero(ended) else []
-    if failed is not None:
-        failed.rows = rows
-        raise failed
-    return rows
-
-
-def episodes_ended(
-    state: State, ended: Flags, terminated: Flags, valid: Flags, config: Config, learner: Learner
-) -> list[dict[str, Any]]:
-    """A row for each of the episodes (S, N) that ended, and a fresh page for those that begin."""
-    note(state)
-    rows: list[dict[str, Any]] = []
-    for k, i in np.argwhere(ended):
-        score, length = float(state.episode_return[k, i]), int(state.episode_length[k, i])
-        row = {"kind": "episode", "step": state.step, "seed": state.seeds[k], "return": score, "length": length}
-        rows.append(row | {"terminated": bool(terminated[k, i]), "lost": not valid[k, i]})
-        if config.train_freq == "episode":
-            state.update_credit[k] += length
-        if state.goals is not None:
-            learner.flush()  # what came before goes in before
-            relabel_episode(state, k, i)
-    begin_anew(state, ended)
-    return rows
-
-
-def note(state: State) -> None:
-    """Write the last step down: its actions, to find the way back, and a hash of all that came."""
-    if state.unnoted is None:
-        return
-    action, obs, reward, valid = state.unnoted
-    step = action.tobytes() + obs.tobytes() + reward.tobytes()
-    told = blake2b(state.fingerprint.tobytes() + step, digest_size=32).digest()
-    state.fingerprint = np.frombuffer(bytearray(told), np.uint8)
-    state.episode_actions.add(action, valid, state.episode_length)
-    state.unnoted = None
-
-
-def learn_owed(state: State, config: Config, learner: Learner, stop: Callable[[], bool] = lambda: False) -> None:
-    """Run the updates that are owed, or as many of them as there is time for."""
-    together = config.train_freq == "step"  # all seeds at once: they owe the same
-    for k in range(1 if together else len(state.seeds)):
-        # From the whole count each time: 0.3 added up fifty times is not 15.
-        done, all_owed = int(state.updates[k]), floor(int(state.update_credit[k]) * config.updates_per_step + 1e-9)
-        if done == 0 and all_owed and not state.memory.stored.all():
-            return  # nothing to sample yet; the updates stay owed
-        for update in range(done + 1, all_owed + 1):
-            if stop():
-                return
-            state.updates[slice(None) if together else k] = update
-            learner.update(k, is_policy_step(update, config.policy_delay))
-
-
-def training_rows(state: State, config: Config, steps_per_second: float) -> list[dict[str, Any]]:
-    """The means since the last rows, one row a seed; null where there was no update."""
-    sums = {name: tensor.cpu().tolist() for name, tensor in state.sums.items()}
-    delay = config.policy_delay
-    critic, actor = (state.updates // n - state.updates_logged // n for n in (1, delay))
-    counts = {name: actor if name == "actor_loss" else critic for name in METRICS}
-    rows: list[dict[str, Any]] = []
-    for k, seed in enumerate(state.seeds):
-        row: dict[str, Any] = {"kind": "training", "step": state.step, "seed": seed}
-        for name, values in sums.items():
-            count = int(counts[name][k])
-            row[name] = _finite(values[k] / count) if count else None
-        rows.append(row | {"steps_per_second": round(steps_per_second, 1)})
-    for name in METRICS:
-        state.sums[name].zero_()
-    state.updates_logged[:] = state.updates
-    return rows
-
-
-def _finite(number: float) -> float | None:
-    return number if np.isfinite(number) else None
-
-
-def record(
-    state: State, pending_eval: PolicySnapshot, evaluation: Evaluation, config: Config, folder: Run, display: Display
-) -> None:
-    """The rows of an evaluation of every seed's actor, and the best and the last policies."""
-    agents.refuse_diverged(pending_eval.actor, state.seeds)
-    rows = []
-    for k, seed in enumerate(state.seeds):
-        returns, lengths = evaluation.returns[k], evaluation.lengths[k].tolist()
-        mean, given_up = float(evaluation.means[k]), np.flatnonzero(np.isnan(returns))
-        row = {"kind": "evaluation", "step": state.evaluated, "seed": seed, "returns": _numbers(returns)}
-        rows.append({**row, "lengths": lengths, "mean": _finite(mean)})
-        if evaluation.values is not None:
-            rows[-1]["q_predicted"] = _finite(float(evaluation.values.expected[k]) / config.reward_scale)
-            rows[-1]["discounted_return"] = _finite(float(evaluation.values.came[k]))
-        names: list[Which] = ["last"]
-        for episode in given_up:
-            display.say(
-                f"step {state.evaluated:,}: episode {episode} of the evaluation of seed {seed} has no return: its"
-                f" worker process died or hung {MOST_LOSSES} times. This evaluation cannot be the best."
-            )
-        if not len(given_up) and mean > state.best[k]:
-            state.best[k] = mean
-            names.append("best")
-        policy = policy_of(state, k, pending_eval, config, folder, state.evaluated, _numbers(returns), lengths)
-        for which in names:
-            folder.save_policy(policy, which)
-    if evaluation.replayed:
-        display.say(
-            f"step {state.evaluated:,}: worker processes died or hung in the evaluation and were replaced;"
-            f" {evaluation.replayed} episodes were begun again from their seeds."
+def _open_evaluator(stack: ExitStack, setup: RunSetup, state: RunState, config: Config) -> AnyEvaluator:
+    """The evaluator of a run; its environments must have the observations and actions of training."""
+    networks = state.learner.agent.networks
+    evaluator = stack.enter_context(closing(make_evaluator(setup.factory, setup.seeds, config, networks)))
+    envs = state.collector.envs
+    if isinstance(evaluator, Evaluator) and differs(
+        (envs.layout, envs.actions), (evaluator.envs.layout, evaluator.envs.actions)
+    ):
+        raise T3DError(
+            f"evaluations in {evaluator.envs.name} would have other observations or actions than training in"
+            f" {envs.name}."
         )
-    folder.record(rows)
-    display.evaluated(state.evaluated, evaluation)
+    return evaluator
 
 
-def _numbers(returns: NDArray[np.float64]) -> list[float | None]:
-    return [_finite(value) for value in returns.tolist()]
+def _ready(state: RunState, config: Config, display: Display) -> tuple[Learner, Config]:
+    """The learner that the config asks for; where nothing can be compiled, the eager one, and the config says so."""
+    if config.accelerate != "eager":
+        display.say("Compiling the update: about a minute the first time, a few seconds after that.")
+        try:
+            return make_learner(state.learner, config), config
+        except CannotCompile as error:
+            display.say(f"The update cannot be compiled here ({error}). It runs uncompiled, which is slower.")
+            config = replace(config, accelerate="eager")
+    return make_learner(state.learner, config), config
 
 
-def policy_of(
-    state: State,
-    k: int,
-    pending_eval: PolicySnapshot,
-    config: Config,
-    folder: Run,
-    step: int,
-    returns: Sequence[float | None] = (),
-    lengths: Sequence[int] = (),
-) -> Policy:
-    """The k-th seed's actor as it plays at a step, with its card."""
-    actions = state.envs.actions
-    card = Card(
-        env=state.envs.name,
-        seed=state.seeds[k],
-        step=step,
-        returns=list(returns),
-        lengths=list(lengths),
-        layout=state.envs.layout,
-        action_low=actions.low.tolist(),
-        action_high=actions.high.tolist(),
-        action_dtype=str(actions.low.dtype),
-        hidden=list(config.hidden),
-        network=getattr(state.network, "name", None),
-        stack=config.frame_stack if state.envs.frame_stack else 1,
-        run=folder.identity,
-    )
-    actor, normalizer = (
-        {name: part[k : k + 1] for name, part in parts.items()}
-        for parts in (pending_eval.actor, pending_eval.normalizer)
-    )
-    return Policy(actor, card, Normalizer(**normalizer) if normalizer else None)
-
-
-def describe(factory: EnvFactory, preset: str, seeds: Sequence[int], config: Config, network: Any) -> dict[str, Any]:
-    """What config.json says."""
-    own = getattr(network, "name", None)
-    env = {"env": factory.name, "env_args": factory.args, "callable": factory.from_python}
-    return {**env, "seeds": list(seeds), "preset": preset, **asdict(config), "network": own, "versions": versions()}
-
-
-def about(config: Config) -> dict[str, Any]:
-    """What bits depend on beside the run itself: written with every checkpoint."""
-    device = torch.cuda.get_device_name() if config.device == "cuda" else config.device
-    return {"versions": versions(), "device": device, "threads": config.threads, "processor": platform.machine()}
-
-
-def versions() -> dict[str, str]:
-    """Of what results depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("t3d", "torch", "triton", "numpy", "gymnasium", "mujoco"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+def _restore_newest(state: RunState, recorder: Recorder) -> None:
+    """Restore the newest whole checkpoint and say what was found."""
+    run, checkpoints, config, say = recorder.run, recorder.checkpoints, recorder.config, recorder.display.say
+    found = checkpoints.newest(state.learner.memory, most_state(state))
+    if found is None and checkpoints.written():
+        raise run.nothing_whole()
+    if found is None:
+        say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
+        checkpoints.discard_unfinished()
+        run.log.begin()
+        state.collector.reset()
+        return
+    behind, problem = run.log.after(found.metrics)
+    if problem:
+        say(f"{problem} It is behind the newest checkpoint, so the run makes it again.")
+    reached = max((row["step"] for row in behind), default=0)
+    for name, now in about(config).items():
+        if found.about.get(name) != now:
+            say(f"{name} was {shown(found.about.get(name))} and is {now!r}: the run goes on, but not bit for bit.")
+    folder = run.path / "checkpoints" / f"step-{found.step}"
+    missed = restore(state, checkpoints.load(found, state.learner.memory), folder, config, say)
+    redone = f"; the metrics reach step {reached:,}: the steps between are repeated" if reached > state.step else ""
+    say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
+    if config.real_env:
+        say(
+            "The environment is real, so nothing is replayed: its episode is cut here, and the run goes on, but not bit"
+            " for bit."
+        )
+    elif missed.any():
+        say(
+            f"{int(missed.sum())} of {missed.size} environments did not come back to where they were: their episodes"
+            " are cut here, and the run goes on, but not bit for bit."
+        )

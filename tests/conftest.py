@@ -9,19 +9,19 @@ torch.set_num_threads(1)  # small products; and two test processes do not fight 
 
 
 @pytest.fixture
-def gpu_that_obeys_at_once(monkeypatch):
-    """Stands in for a GPU that records: what it is told to do it does at once, on the CPU."""
+def graphs_on_cpu(monkeypatch):
+    """A stand-in for CUDA graphs: a replay runs the captured work at once, on the CPU."""
 
-    class Recording:
+    class Graph:
         def __init__(self, work):
             self.replay = work
 
-    class Mark:
-        def set(self):
+    class Event:
+        def record(self):
             pass
 
-        wait = set
+        wait = record
 
-    monkeypatch.setattr("t3d.learners.cudagraph.recorded", Recording)
-    monkeypatch.setattr("t3d.learners.cudagraph.Mark", Mark)
+    monkeypatch.setattr("t3d.learners.cudagraph.capture", Graph)
+    monkeypatch.setattr("t3d.learners.cudagraph.StreamEvent", Event)
     monkeypatch.setattr("t3d.learners.cudagraph.ON_GPU", {})

@@ -47,11 +47,18 @@ PENDULUM = {"env": "Pendulum-v1"}
 RENAMED_OPTIONS = {"relabel": "her", "eval_beside": "async_eval"}
 RENAMED_FIELDS = {"came": "discounted_return", "expected": "q_predicted"}
 RENAMED_TENSORS = {
-    "earned": "update_credit",
-    "history": "episode_rows",
-    "played": "episode_actions",
-    "steps_under_way": "n_step_buffer",
-    "playing": "pending_eval",
+    "earned$": "update_credit",
+    "history$": "collector.transitions.steps",
+    "played$": "collector.actions.steps",
+    "steps_under_way\\.": "collector.n_step.",
+    "envs\\.episodes$": "collector.episodes",
+    "(obs|episode_return|episode_length|fingerprint|env_errors)$": r"collector.\1",
+    "(agent|memory|sums)\\.": r"learner.\1.",
+    "playing\\.normalizer\\.": "pending_eval.scaling.",
+    "playing\\.": "pending_eval.",
+    r"learner\.memory\.(count|mean|squares)$": r"learner.memory.statistics.\1",
+    r"learner\.memory\.framed$": "learner.memory.frames.stored",
+    r"learner\.memory\.(recent|lost|modulus)$": r"learner.memory.frames.\1",
     r"(.*\.)?eye\.": r"\1encoder.",
     "eye_": "encoder_",
 }

@@ -16,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST_TESTS = [f"tests/test_{name}.py" for name in ("steps", "networks", "optim", "replay", "oracle", "training")]
+FAST_TESTS = [f"tests/test_{name}.py" for name in ("steps", "networks", "optim", "replay", "oracle", "trainer")]
 
 STEPS, NETWORKS, OPTIM = "steps.py", "networks.py", "optim.py"
 DELAYED_TARGETS = """
-        update_target_actor(agent, options.tau)  # [step 14]
-        update_target_critic(agent, options.tau)  # [step 15]
+        update_target_actor(agent, hp.tau)  # [step 14]
+        update_target_critic(agent, hp.tau)  # [step 15]
 """
-BEFORE_STEP_12 = "    metrics = update_critic("
+BEFORE_STEP_12 = "    critic_update = update_critic("
 NO_SMOOTHING = (STEPS, "(scale * noise).clamp(-clip, clip)", "0 * noise")
 
 WRONG: dict[str, list[tuple[str, str, str]]] = {
     "no minimum": [(STEPS, "q.amin(0)", "q[0]")],
     "mean instead of minimum": [(STEPS, "q.amin(0)", "q.mean(0)")],
     "maximum instead of minimum": [(STEPS, "q.amin(0)", "q.amax(0)")],
-    "no delay": [(STEPS, "if delayed:", "if True:")],
+    "no delay": [(STEPS, "    if policy_step:", "    if True:")],
     "targets not delayed": [(STEPS, DELAYED_TARGETS, DELAYED_TARGETS.replace("        ", "    "))],
     "no smoothing": [NO_SMOOTHING],
     "unclipped noise": [(STEPS, ".clamp(-clip, clip)", "")],
@@ -38,26 +38,26 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "done ignored": [(STEPS, "discount * (1 - terminated) * target_q", "discount * target_q")],
     "truncation as done": [
         (
-            "training.py",
-            "after, terminated, truncated, valid)",
-            "after, terminated | truncated, truncated, valid)",
+            "collector.py",
+            "final_obs, terminated, self._span, valid)",
+            "final_obs, terminated | truncated, self._span, valid)",
         )
     ],
-    "target from the online critics": [(STEPS, "q_values(agent.target_critic,", "q_values(agent.critic,")],
+    "target from the online critics": [(STEPS, "q_values(agent, agent.target_critic,", "q_values(agent, agent.critic,")],
     "only one critic trained": [(STEPS, ".mean(-1).sum(0)", ".mean(-1)[0]")],
     "identical twins": [
         (
             NETWORKS,
-            "    return parameters\n",
-            "    return {n: t[:1].expand_as(t).clone() for n, t in parameters.items()}\n",
+            "        return parameters\n",
+            "        return {n: t[:1].expand_as(t).clone() for n, t in parameters.items()}\n",
         )
     ],
-    "actor down instead of up": [(STEPS, "return -networks.critic(", "return networks.critic(")],
+    "actor down instead of up": [(STEPS, "return -agent.networks.critic(", "return agent.networks.critic(")],
     "actor on the second critic": [(NETWORKS, "tensor[0] for name", "tensor[1] for name")],
     "tau swapped with 1 - tau": [(OPTIM, "lerp_(online[name], tau)", "lerp_(online[name], 1 - tau)")],
     "targets moved before the step": [
         (STEPS, DELAYED_TARGETS, "\n"),
-        (STEPS, BEFORE_STEP_12, "    if delayed:" + DELAYED_TARGETS + BEFORE_STEP_12),
+        (STEPS, BEFORE_STEP_12, "    if policy_step:" + DELAYED_TARGETS + BEFORE_STEP_12),
     ],
     "reward scaled": [(STEPS, "return reward + (", "return 0.1 * reward + (")],
     "discount squared": [(STEPS, "(discount * (1", "(discount**2 * (1")],

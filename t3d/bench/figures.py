@@ -107,6 +107,6 @@ def _finish(ax: Any, title: str) -> None:
 def save(figure: Figure, path: Path, source: str) -> Path:
     """A PNG that says what it was made from."""
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110, metadata={"Software": None, "EnvFactory": source})
+    figure.savefig(image, format="png", dpi=110, metadata={"Software": None, "Source": source})
     files.write_bytes(path, image.getvalue())
     return path

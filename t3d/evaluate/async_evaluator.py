@@ -1,39 +1,41 @@
-"""Evaluations in a process of their own, on the CPU, while training goes on.
+"""Asynchronous evaluation: episodes run in a subprocess on the CPU while training goes on.
 
-A place and nothing else: the same episodes would be played here on the CPU with the same numbers, and are where that
-process cannot be had or ends. What goes wrong in it is found again here, and said here.
+The subprocess runs `Evaluator`, so its results are those of an evaluation on the CPU in this process. If it cannot
+start or dies, this process evaluates instead, and errors in it are raised here again.
 """
 
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 import torch
 
-from t3d import networks
 from t3d.config import Config
 from t3d.envs import EnvBatch, EnvFactory
 from t3d.envs.worker import end_only_with_parent, said
 from t3d.envs.workers import with_pipe
 from t3d.errors import warn
-from t3d.evaluate.evaluator import Evaluation, Evaluator, NoEvaluator, PolicySnapshot
+from t3d.evaluate.evaluator import AnyEvaluator, Evaluation, Evaluator, NoEvaluator, PolicySnapshot, StopCheck
 from t3d.learners import hardware
 from t3d.limits import cores
-from t3d.networks import Network, Parameters
+from t3d.networks import Networks, Parameters
+from t3d.normalizer import Scaling
 
 SCRIPT = """import sys; sys.path[:] = sys.argv[3:]
 from t3d.evaluate.async_evaluator import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"""
-LARGEST = 2e7  # multiplications for a step of all episodes, above which a processor would be too slow for a GPU
+LARGEST = 2e7  # multiplications for a step of all episodes, above which a CPU would be too slow for a GPU
 
 
 def resolve_async_eval(config: Config, factory: EnvFactory, actor: Parameters, envs: EnvBatch) -> Config:
-    """Where it is left open: on if a GPU learns, a quarter of the cores has nothing to do, and actors, who act on the
-    CPU then, are small; and only for environments that have an id, and so are the same in any process."""
+    """Decide `auto`: on if a GPU learns, a quarter of the cores is free, and actors are small enough for a CPU.
+
+    The environment must have an id, so that it is the same in any process.
+    """
     if config.async_eval != "auto":
         return config
     work = config.eval_episodes * sum(tensor.numel() for tensor in actor.values())
@@ -44,94 +46,83 @@ def resolve_async_eval(config: Config, factory: EnvFactory, actor: Parameters, e
 
 
 def free_cores(envs: int) -> int:
-    """Those that so many environments leave alone."""
+    """Cores that so many environments leave free."""
     return max(0, cores() - envs)
 
 
-def make_evaluator(
-    factory: EnvFactory, seeds: Sequence[int], config: Config, network: Network | None
-) -> "Evaluator | AsyncEvaluator | NoEvaluator":
-    """Who plays the evaluations of a run."""
+def make_evaluator(factory: EnvFactory, seeds: Sequence[int], config: Config, networks: Networks) -> AnyEvaluator:
+    """The evaluator of a run."""
     if not config.eval_every:
         return NoEvaluator()
     if config.async_eval == "on":
-        return AsyncEvaluator(factory, seeds, config, network)
-    return local_evaluator(factory, seeds, config)
-
-
-def local_evaluator(factory: EnvFactory, seeds: Sequence[int], config: Config) -> Evaluator:
-    """In this process, and the worker processes that the environments have in training."""
-    return Evaluator(factory, seeds, config.eval_episodes, config.gamma, config.workers, config.worker_timeout)
+        return AsyncEvaluator(factory, seeds, config, networks)
+    return Evaluator(factory, seeds, config)
 
 
 class AsyncEvaluator:
-    """An evaluator that lets the caller go on while it plays."""
+    """Evaluates in a subprocess; falls back to this process if it cannot start or dies."""
 
-    beside = True
+    concurrent = True
 
-    def __init__(self, factory: EnvFactory, seeds: Sequence[int], config: Config, network: Network | None) -> None:
-        self._make_instead = partial(local_evaluator, factory, seeds, config)
-        self._instead: Evaluator | None = None
-        self._came: Evaluation | None = None
-        self._unsent: PolicySnapshot | None = None  # until the process is ready for them: nobody waits for it to start
+    def __init__(self, factory: EnvFactory, seeds: Sequence[int], config: Config, networks: Networks) -> None:
+        self._setup = factory, seeds, config
+        self._fallback: Evaluator | None = None
+        self._result: Evaluation | None = None
+        self._unsent: PolicySnapshot | None = None  # until the subprocess is ready: nobody waits for its start
         self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         threads = max(1, free_cores(len(seeds) * config.num_envs))
         there = EnvFactory(factory.env, factory.args, factory.pixels, factory.stack, threads=threads)
         try:
-            order = cloudpickle.dumps((there, list(seeds), config, network))
-            # In a session of its own, because Ctrl-C is for the one who asks.
+            order = cloudpickle.dumps((there, list(seeds), config, networks))
+            # In a session of its own: Ctrl-C is for the parent.
             self._process, self._pipe = with_pipe(["-c", SCRIPT], start_new_session=True)
             self._pipe.send_bytes(order)
-        except Exception as problem:  # not every environment can be sent, and what is raised then has no common kind
-            self._do_without(said(problem))
+        except Exception as problem:  # not every environment can be sent, and the errors have no common class
+            self._give_up(said(problem))
 
-    def _do_without(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         if self._pipe is not None:
             self._pipe.close()
         self._pipe = None
-        warn(f"there is no process for evaluations ({why}): they take turns with training.")
+        warn(f"evaluations have no subprocess ({why}): they take turns with training.")
 
-    def submit(self, policy_snapshot: PolicySnapshot) -> None:
-        """These are to play; their tensors are on the CPU."""
-        self._unsent, self._came = policy_snapshot, None
+    def submit(self, snapshot: PolicySnapshot) -> None:
+        self._unsent, self._result = snapshot, None
         self.poll()
 
     def poll(self, seconds: float = 0.0) -> Evaluation | None:
-        """What came of it, if it is there within so many seconds."""
-        if self._came is None and self._pipe is not None:
+        if self._result is None and self._pipe is not None:
             try:
                 if self._pipe.poll(seconds):
-                    self._hear(*self._pipe.recv())
+                    self._receive(*self._pipe.recv())
                 if self._ready and self._unsent is not None and self._pipe is not None:
-                    parts = vars(self._unsent).items()
-                    self._pipe.send({part: {k: t.numpy() for k, t in tensors.items()} for part, tensors in parts})
+                    self._pipe.send(to_arrays(self._unsent))
                     self._unsent = None
             except (EOFError, OSError):
-                self._do_without(f"it ended with exit code {self._exit_code()}")
-        return self._came
+                self._give_up(f"it ended with exit code {self._exit_code()}")
+        return self._result
 
-    def _hear(self, kind: str, what: Evaluation | str | None) -> None:
+    def _receive(self, kind: str, what: Evaluation | str | None) -> None:
         if isinstance(what, Evaluation):
-            self._came = what
+            self._result = what
         elif kind == "ready":
             self._ready = True
         else:
-            self._do_without(str(what))
+            self._give_up(str(what))
 
-    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
-        """What came of those who were asked to play, when it is there; None if told to stop before."""
-        while (came := self.poll(0.1)) is None:
+    def result(self, snapshot: PolicySnapshot, stop: StopCheck) -> Evaluation | None:
+        while (result := self.poll(0.1)) is None:
             if stop():
                 return None
             if self._pipe is None:
-                self._instead = self._instead or self._make_instead()
-                return self._instead.result(policy_snapshot, stop)
-        return came
+                self._fallback = self._fallback or Evaluator(*self._setup)
+                return self._fallback.result(snapshot, stop)
+        return result
 
     def _exit_code(self) -> int | None:
-        """Of a process that has nothing to do any more."""
+        """Of the subprocess, which has nothing left to do."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=2)
@@ -146,33 +137,43 @@ class AsyncEvaluator:
             if not self._ready:
                 self._process.kill()  # it has no environments to close
             self._exit_code()
-        if self._instead is not None:
-            self._instead.close()
+        if self._fallback is not None:
+            self._fallback.close()
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """In the other process: play whoever comes, until the pipe closes."""
+    """In the subprocess: evaluate every snapshot that comes, until the pipe closes."""
     end_only_with_parent(parent)
     warnings.simplefilter("ignore")
     pipe = Connection(descriptor)
     try:
-        factory, seeds, config, network = cloudpickle.loads(pipe.recv_bytes())
-        with (
-            hardware(config.threads, config.precision),
-            networks.using(network),
-            closing(local_evaluator(factory, seeds, config)) as evaluator,
-        ):
+        factory, seeds, config, networks = cloudpickle.loads(pipe.recv_bytes())
+        with hardware(config.threads, config.precision), closing(Evaluator(factory, seeds, config)) as evaluator:
             pipe.send(("ready", None))
             while True:
-                parts = pipe.recv().items()
-                policy_snapshot = {part: {k: torch.tensor(a) for k, a in arrays.items()} for part, arrays in parts}
-                # Nothing is sent meanwhile: if there is something to read, it is the end.
-                evaluation = evaluator.result(PolicySnapshot(**policy_snapshot), stop=pipe.poll)
+                snapshot = from_arrays(networks, pipe.recv())
+                # Nothing is sent meanwhile: something to read means that the parent is gone.
+                evaluation = evaluator.result(snapshot, stop=pipe.poll)
                 if evaluation is None:
                     return
-                pipe.send(("played", evaluation))
+                pipe.send(("evaluated", evaluation))
     except (EOFError, ConnectionError):
-        return  # nobody is there any more
+        return  # the parent is gone
     except (Exception, SystemExit) as problem:
         with suppress(OSError):
             pipe.send(("failed", said(problem)))
+
+
+def to_arrays(snapshot: PolicySnapshot) -> dict[str, Any]:
+    """A snapshot as NumPy arrays, which every process can unpickle; without its networks."""
+    parts = {"actor": snapshot.actor, "critic": snapshot.critic}
+    arrays: dict[str, Any] = {part: {k: t.numpy() for k, t in given.items()} for part, given in parts.items()}
+    scaling = snapshot.scaling
+    return arrays | {"scaling": None if scaling is None else (scaling.shift.numpy(), scaling.scale.numpy())}
+
+
+def from_arrays(networks: Networks, arrays: dict[str, Any]) -> PolicySnapshot:
+    """The inverse of `to_arrays`."""
+    actor, critic = ({k: torch.tensor(a) for k, a in arrays[part].items()} for part in ("actor", "critic"))
+    scaling = arrays["scaling"]
+    return PolicySnapshot(networks, actor, critic, None if scaling is None else Scaling(*map(torch.tensor, scaling)))

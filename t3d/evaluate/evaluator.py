@@ -1,161 +1,123 @@
-"""Noise-free episodes, on environments of their own, from seeds that stay the same; and statistics over seeds.
+"""Evaluation: noise-free episodes in environments of their own, from the same seeds every time.
 
-Every policy of a run is evaluated in one batch of one shape, (S, episodes, O), during training and ever
-after: products of another shape may round differently, and then a recorded score could not be had again.
+All policies of a run are evaluated in one batch of one shape, (S, episodes, O), during training and afterwards:
+products of another shape may round differently, and a recorded score could not be reproduced.
 
 Shapes: S seeds, E evaluations, N environments (all episodes of all seeds), T steps.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from t3d import networks, rng
-from t3d.agent import refuse_divergence
+from t3d import rng
+from t3d.agent import act, refuse_divergence
+from t3d.config import Config
 from t3d.envs import EnvFactory
-from t3d.envs.batch import MOST_LOSSES, EnvError
-from t3d.networks import Parameters
-from t3d.replay import Normalizer, normalize
+from t3d.envs.batch import MOST_LOSSES, EnvError, Flags
+from t3d.networks import Networks, Parameters, any_of
+from t3d.normalizer import Scaling, normalize
 from t3d.rng import Purpose
+from t3d.state_dict import NOT_SAVED, tensors, with_tensors
+
+StopCheck = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class PolicySnapshot:
-    """Who plays in an evaluation: every seed's actor, and what belongs to it."""
+    """Every seed's policy at one step, to be evaluated."""
 
+    networks: Networks = field(metadata=NOT_SAVED)
     actor: Parameters
-    critic: Parameters = field(default_factory=dict)  # one, if its values are to be compared with what comes after them
-    normalizer: Parameters = field(default_factory=dict)  # a `Normalizer`, if actors see observations through one
+    critic: Parameters = field(default_factory=dict)  # the first one, if its values are compared with returns
+    scaling: Scaling | None = None  # of observations, where they are normalized
+
+    def copied(self, device: str) -> "PolicySnapshot":
+        """A copy on a device."""
+        there = {name: tensor.to(device, copy=True) for name, tensor in tensors(self).items()}
+        copy: PolicySnapshot = with_tensors(self, there)
+        return copy
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Episode by episode: (S, episodes)."""
 
-    returns: NDArray[np.float64]  # nan where the episode could not be played to its end
+    returns: NDArray[np.float64]  # nan where an episode was given up
     lengths: NDArray[np.int64]
     values: "Values | None" = None
-    replayed: int = 0  # times that episodes were begun again because their worker process ended
+    replayed: int = 0  # episodes begun again because their worker process ended
 
     @property
     def means(self) -> NDArray[np.float64]:
-        """(S,) over the episodes that were played to their end; nan where none was."""
-        there = ~np.isnan(self.returns)
+        """(S,) over the complete episodes; nan where there is none."""
+        complete = ~np.isnan(self.returns)
         with np.errstate(invalid="ignore"):
-            means: NDArray[np.float64] = np.where(there, self.returns, 0.0).sum(1) / there.sum(1)
+            means: NDArray[np.float64] = np.where(complete, self.returns, 0.0).sum(1) / complete.sum(1)
         return means
 
 
 @dataclass(frozen=True)
 class Values:
-    """What the first critic expected, and what came: means over the states of an evaluation, (S,)."""
+    """Means over the states of an evaluation, (S,): the first critic's values, and the returns that followed."""
 
-    expected: NDArray[np.float64]
-    came: NDArray[np.float64]
+    predicted: NDArray[np.float64]
+    discounted_returns: NDArray[np.float64]
+
+
+class AnyEvaluator(Protocol):
+    """What the trainer asks: `submit` a snapshot, then `poll` for its result or wait for it with `result`."""
+
+    concurrent: bool  # whether evaluations run while training goes on
+
+    def submit(self, snapshot: PolicySnapshot) -> None: ...
+
+    def poll(self) -> Evaluation | None:
+        """The result, if it is there already."""
+        ...
+
+    def result(self, snapshot: PolicySnapshot, stop: StopCheck) -> Evaluation | None:
+        """The result; None if told to stop before it is there."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Evaluator:
-    """The environments that evaluations play in: one for each seed and episode, used again each time.
+    """Evaluates in this process, when `result` is called. Each seed and episode has an environment of its own.
 
-    On a real environment episodes are played one after another.
+    On a real environment episodes run one after another.
     """
 
-    beside = False  # they are played when the answer is called for
+    concurrent = False
 
-    def __init__(
-        self,
-        factory: EnvFactory,
-        seeds: Sequence[int],
-        episodes: int,
-        gamma: float,
-        workers: int = 0,
-        worker_timeout: float = 60.0,
-    ) -> None:
-        self.seeds, self.episodes, self.gamma = list(seeds), episodes, gamma
-        self.at_once = 1 if factory.real else episodes
+    def __init__(self, factory: EnvFactory, seeds: Sequence[int], config: Config) -> None:
+        self.seeds, self.episodes, self.gamma = list(seeds), config.eval_episodes, config.gamma
+        self.at_once = 1 if factory.real else self.episodes
         self._first_episode = 0
-        self.envs = factory.batch(len(self.seeds) * self.at_once, self._episode_seed, workers, worker_timeout)
+        count = len(self.seeds) * self.at_once
+        self.envs = factory.batch(count, self._episode_seed, config.workers, config.worker_timeout)
         self.envs.skip_losses = True
 
     def _episode_seed(self, env: int, _: int) -> int:
         seed, episode = self.seeds[env // self.at_once], env % self.at_once + self._first_episode
         return rng.integer(seed, Purpose.EVALUATION, episode)
 
-    @torch.no_grad()
-    def play(
-        self,
-        policy_snapshot: PolicySnapshot,
-        first_episode: int = 0,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Evaluation:
-        """Episodes `first_episode`, … of every seed with its own actor (S, in, out), unless told to stop.
-
-        With a critic its values are compared with the returns that followed, discounted by `gamma`. An episode whose
-        worker process ended is begun again, from the same seed.
-        """
-        actor, critic, normalizer = (
-            policy_snapshot.actor,
-            policy_snapshot.critic,
-            Normalizer(**policy_snapshot.normalizer) if policy_snapshot.normalizer else None,
-        )
-        self._first_episode = first_episode
-        shape = (len(self.seeds), self.at_once)
-        device = networks.any_of(actor).device
-        count = self.envs.count
-        returns, lengths, losses, replayed = np.zeros(count), np.zeros(count, np.int64), np.zeros(count, np.int64), 0
-        active = np.ones(count, bool)
-        obs = self.envs.reset()
-        seen: list[tuple[NDArray[Any], ...]] = []
-        while not stop():
-            if self.envs.skipped is not None:  # their process ended again and again before the first step
-                losses[self.envs.skipped] = MOST_LOSSES
-                active &= ~self.envs.skipped
-                returns[self.envs.skipped] = np.nan
-            if not active.any():
-                break
-            batch = normalize(normalizer, torch.from_numpy(obs).reshape(*shape, -1).to(device))
-            chosen = networks.actor(actor, batch)
-            action = chosen.cpu().numpy()
-            refuse_divergence(action, self.seeds)
-            moved = self.envs.step(action.reshape(count, -1), None if active.all() else active)
-            if critic:
-                q = networks.critic(critic, batch, chosen).cpu().numpy().reshape(-1)
-                seen.append((q, moved.reward, moved.terminated, moved.valid.copy()))
-            returns += moved.reward
-            lengths += moved.valid
-            ended = moved.terminated | moved.truncated
-            if self.envs.worker_lost is not None and self.envs.blamed is not None:
-                again = active & self.envs.worker_lost
-                losses += active & self.envs.blamed
-                replayed += int(again.sum())
-                returns[again], lengths[again] = 0, 0
-                for *_, valid in seen:
-                    valid[again] = False
-                ended = (ended & ~again) | (losses >= MOST_LOSSES)
-                returns[losses >= MOST_LOSSES] = np.nan
-            active &= ~ended
-            obs = moved.obs
-        parts = [np.array(part) for part in zip(*seen, strict=True)]
-        values = compared(parts, self.gamma, len(self.seeds)) if seen else None
-        return Evaluation(returns.reshape(shape), lengths.reshape(shape), values, replayed)
-
-    def submit(self, policy_snapshot: PolicySnapshot) -> None:
-        """Nothing happens before the answer is called for."""
+    def submit(self, snapshot: PolicySnapshot) -> None:
+        """Nothing to prepare."""
 
     def poll(self) -> Evaluation | None:
-        """What came of it, if it is there already."""
         return None
 
-    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
-        """What came of those who were asked to play; None if told to stop before it was over."""
+    def result(self, snapshot: PolicySnapshot, stop: StopCheck) -> Evaluation | None:
         parts = []
         for first in range(0, self.episodes, self.at_once):
             try:
-                parts.append(self.play(policy_snapshot, first, stop))
+                parts.append(self.run(snapshot, first, stop))
             except EnvError as failure:
                 k, episode = divmod(failure.index or 0, self.at_once)
                 failure.place = f"episode {first + episode} of the evaluation of seed {self.seeds[k]}"
@@ -169,43 +131,112 @@ class Evaluator:
         lengths = np.concatenate([part.lengths for part in parts], 1)
         return Evaluation(returns, lengths, replayed=sum(part.replayed for part in parts))
 
+    @torch.no_grad()
+    def run(self, snapshot: PolicySnapshot, first_episode: int = 0, stop: StopCheck = lambda: False) -> Evaluation:
+        """Episodes `first_episode`, … of every seed with its own actor, unless told to stop.
+
+        With a critic its values are compared with the discounted returns that followed. An episode whose worker
+        process ended is begun again from the same seed.
+        """
+        self._first_episode = first_episode
+        shape, device = (len(self.seeds), self.at_once), any_of(snapshot.actor).device
+        obs, episodes = self.envs.reset(), _Episodes(self.envs.count)
+        while not stop():
+            if self.envs.skipped is not None:
+                episodes.give_up(self.envs.skipped)
+            if not episodes.active.any():
+                break
+            here = torch.from_numpy(obs).reshape(*shape, -1).to(device)
+            chosen = act(snapshot.networks, snapshot.actor, here, snapshot.scaling)
+            action = chosen.cpu().numpy()
+            refuse_divergence(action, self.seeds)
+            active = None if episodes.active.all() else episodes.active
+            result = self.envs.step(action.reshape(self.envs.count, -1), active)
+            if snapshot.critic:
+                scaling = snapshot.scaling
+                q = snapshot.networks.critic(
+                    snapshot.critic, here if scaling is None else normalize(here, scaling), chosen
+                )
+                seen = q.cpu().numpy().reshape(-1), result.reward, result.terminated, result.valid.copy()
+                episodes.seen.append(seen)
+            episodes.returns += result.reward
+            episodes.lengths += result.valid
+            ended = result.terminated | result.truncated
+            if self.envs.worker_lost is not None and self.envs.blamed is not None:
+                ended = episodes.restart(self.envs.worker_lost, self.envs.blamed, ended)
+            episodes.active &= ~ended
+            obs = result.obs
+        parts = [np.array(part) for part in zip(*episodes.seen, strict=True)]
+        values = compare_values(parts, self.gamma, len(self.seeds)) if parts else None
+        returns, lengths = episodes.returns.reshape(shape), episodes.lengths.reshape(shape)
+        return Evaluation(returns, lengths, values, episodes.replayed)
+
     def close(self) -> None:
         self.envs.close()
 
 
+class _Episodes:
+    """The episodes of an evaluation while they run, one for each environment: (N,)."""
+
+    def __init__(self, count: int) -> None:
+        self.active = np.ones(count, bool)
+        self.returns, self.lengths, self._losses = np.zeros(count), np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self.replayed = 0
+        self.seen: list[tuple[NDArray[Any], ...]] = []  # q, reward, terminated and valid of every step
+
+    def give_up(self, skipped: Flags) -> None:
+        """End episodes whose worker process ended again and again before the first step."""
+        self._losses[skipped] = MOST_LOSSES
+        self.active &= ~skipped
+        self.returns[skipped] = np.nan
+
+    def restart(self, lost: Flags, blamed: Flags, ended: Flags) -> Flags:
+        """Restart episodes whose worker process ended; returns which episodes `ended`, those given up included."""
+        again = self.active & lost
+        self._losses += self.active & blamed
+        self.replayed += int(again.sum())
+        self.returns[again], self.lengths[again] = 0, 0
+        for *_, valid in self.seen:
+            valid[again] = False
+        given_up = self._losses >= MOST_LOSSES
+        self.returns[given_up] = np.nan
+        ended_now: Flags = (ended & ~again) | given_up
+        return ended_now
+
+
 class NoEvaluator:
-    """Where a run has no evaluations."""
+    """For runs without evaluations."""
 
-    beside = False
+    concurrent = False
 
-    def submit(self, policy_snapshot: PolicySnapshot) -> None: ...
+    def submit(self, snapshot: PolicySnapshot) -> None: ...
 
     def poll(self) -> Evaluation | None:
         return None
 
-    def result(self, policy_snapshot: PolicySnapshot, stop: Callable[[], bool]) -> Evaluation | None:
+    def result(self, snapshot: PolicySnapshot, stop: StopCheck) -> Evaluation | None:
         return None
 
     def close(self) -> None: ...
 
 
-NEGLIGIBLE = 0.01  # of what comes so much later nothing is missed
+NEGLIGIBLE = 0.01
 
 
-def compared(steps: list[NDArray[Any]], gamma: float, seeds: int) -> Values:
+def compare_values(steps: list[NDArray[Any]], gamma: float, seeds: int) -> Values:
     """Values and discounted returns over the states whose future was seen: (S,), nan where there is none.
 
-    `steps` are q, reward, terminated and valid, each (T, N). A time limit hides what would have come after it, so what
-    lies shortly before one does not count.
+    `steps` are q, reward, terminated and valid, each (T, N). A time limit hides the future, so states whose unseen
+    future weighs more than 1 % are ignored.
     """
     q, reward, terminated, valid = steps
-    came, weight = np.zeros(reward.shape), np.zeros(reward.shape)
+    returns, weight = np.zeros(reward.shape), np.zeros(reward.shape)
     later, hidden = np.zeros(reward.shape[1]), np.ones(reward.shape[1])  # the share of the future that is not seen
     for t in reversed(range(len(reward))):
         later = np.where(valid[t], reward[t] + gamma * np.where(terminated[t], 0, later), later)
         hidden = np.where(valid[t], gamma * np.where(terminated[t], 0, hidden), hidden)
-        came[t], weight[t] = later, valid[t] & (hidden < NEGLIGIBLE)
+        returns[t], weight[t] = later, valid[t] & (hidden < NEGLIGIBLE)
     count = weight.reshape(len(weight), seeds, -1).sum((0, 2))
     with np.errstate(invalid="ignore"):
-        expected, came = ((x * weight).reshape(len(weight), seeds, -1).sum((0, 2)) / count for x in (q, came))
-    return Values(expected, came)
+        predicted, discounted = ((x * weight).reshape(len(weight), seeds, -1).sum((0, 2)) / count for x in (q, returns))
+    return Values(predicted, discounted)

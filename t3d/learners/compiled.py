@@ -1,15 +1,14 @@
-"""The same functions translated by PyTorch's compiler, between tensors that stay where they are."""
+"""The functions compiled by PyTorch, on tensors that stay in place: a call passes no arguments and checks nothing.
+
+Shapes: S seeds, N environments a seed, B batch, O observation, A action.
+"""
 
 import hashlib
 import inspect
-import os
-import platform
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,71 +16,72 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from t3d import agent as agents
 from t3d import networks
+from t3d.agent import explore
 from t3d.config import Config
 from t3d.learners import cpu_mlp
-from t3d.learners.eager import CannotCompile, Floats, LearnerState, add_up, products
+from t3d.learners.eager import Floats, LearnerState, mixed_precision
+from t3d.networks import Apply, Networks
 from t3d.replay import Batch, Replay
-from t3d.steps import Agent, learn
+from t3d.state_dict import tensors, with_tensors
+from t3d.steps import Agent
+from t3d.torch_private import CannotCompile, compile_function, set_compile_cache
+
+Backend = Callable[[str], Apply]  # a precision -> the network's function in it
+Calls = list[Callable[[], None]]
 
 
 class CompiledLearner:
-    """The same functions between tensors that stay where they are, so that a call has nothing to pass or to check."""
+    """Compiled functions on fixed tensors."""
 
-    def __init__(self, whole: LearnerState, learners: list[LearnerState], config: Config) -> None:
+    def __init__(self, state: LearnerState, parts: list[LearnerState], config: Config) -> None:
         set_compile_cache()
-        self.store = whole.memory.add_rows
-        device, dim = whole.agent.seeds.device, whole.memory.action_dim
-        shape = (len(whole.agent.seeds), config.num_envs)
-        self._play = ActBuffers(
-            whole.agent,
-            whole.memory,
-            obs=torch.zeros(*shape, whole.memory.input_dim, device=device),
+        self.state, self._config = state, config
+        self.store = state.memory.add
+        device, memory = state.agent.seeds.device, state.memory
+        shape = (len(state.agent.seeds), config.num_envs)
+        self._buffers = ActBuffers(
+            state.agent,
+            memory,
+            obs=torch.zeros(*shape, memory.input_dim, device=device),
             step=torch.zeros((), dtype=torch.int64, device=device),
-            action=torch.zeros(*shape, dim, device=device),
+            action=torch.zeros(*shape, memory.action_dim, device=device),
         )
-        # On a CPU they are NumPy's too, which does small things in less time than PyTorch.
+        # On a CPU NumPy shares them: it has less overhead than PyTorch for small writes.
         names = ("obs", "step", "action") if device.type == "cpu" else ()
-        self._here: dict[str, NDArray[Any]] = {name: getattr(self._play, name).numpy() for name in names}
-        students = [StagedBatch.of(learner, config.batch_size) for learner in learners]
+        self._arrays: dict[str, NDArray[Any]] = {name: getattr(self._buffers, name).numpy() for name in names}
+        batches = [StagedBatch.create(part, config.batch_size) for part in parts]
+        # Random numbers and sampling are compiled apart from the rest, which would compute them again wherever they
+        # are used. Without vector instructions the compiler takes a tenth of the time for them.
+        self._fetch = compile_for(lambda to: to.fetch(config), batches, {"cpp.simdlen": 1})
+        self._act, self._critic_update, self._full_update = first_working(
+            lambda backend: self._compile(backend, batches), cpu_backends(state.agent.networks, config)
+        )
 
-        # Random numbers and the batch are compiled apart from the rest, which would compute them again wherever they
-        # are used. Without vector instructions the compiler is done with them in a tenth of the time.
-        def fetch(to: StagedBatch) -> None:
-            bits, noise = agents.draw(to.learner.agent, config.batch_size, dim)
-            batch = to.learner.memory.sample(bits, config.gamma)
-            for name, tensor in agents.tensors(to.batch).items():
-                tensor.copy_(getattr(batch, name))
-            to.noise.copy_(noise)
+    def _compile(self, backend: Backend, batches: list["StagedBatch"]) -> tuple[Calls, Calls, Calls]:
+        """Acting, an update of the critics, and an update of everything."""
+        config, apply = self._config, backend(self._config.precision)
+        acting = replace(self._buffers, agent=with_apply(self._buffers.agent, backend(acting_precision(config))))
+        learning = [replace(b, state=replace(b.state, agent=with_apply(b.state.agent, apply))) for b in batches]
+        return (
+            compile_for(lambda to: to.act(config.exploration_noise), [acting], {}),
+            compile_for(lambda to: to.learn(config, policy_step=False), learning, {}),
+            compile_for(lambda to: to.learn(config, policy_step=True), learning, {}),
+        )
 
-        def rest(to: StagedBatch, policy_step: bool) -> None:
-            with products(config, device):
-                add_up(to.learner.sums, learn(to.batch, to.learner.agent, to.noise, to.noise, config, policy_step))
-
-        def translate(mlp: Callable[[str], Mlp]) -> tuple[list[Callable[[], None]], ...]:
-            with with_mlp(mlp(acting_precision(config))):
-                play = compiled(lambda to: to.play(config.exploration_noise), [self._play], {})
-            with with_mlp(mlp(config.precision)):
-                critics = compiled(lambda to: rest(to, policy_step=False), students, {})
-                return play, critics, compiled(lambda to: rest(to, policy_step=True), students, {})
-
-        self._fetch = compiled(fetch, students, {"cpp.simdlen": 1})
-        (self._explore,), self._critics, self._everything = first_working(translate, mlps(config))
-
-    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
-        if not self._here:
-            self._play.obs.copy_(torch.from_numpy(obs))
-            self._play.step.fill_(step)
-            self._explore()
-            return lambda: np.asarray(self._play.action.cpu().numpy())
-        self._here["obs"][:], self._here["step"][...] = obs, step
-        self._explore()
-        return self._here["action"].copy
+    def act(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        if not self._arrays:
+            self._buffers.obs.copy_(torch.from_numpy(obs))
+            self._buffers.step.fill_(step)
+            self._act[0]()
+            return lambda: np.asarray(self._buffers.action.cpu().numpy())
+        self._arrays["obs"][:], self._arrays["step"][...] = obs, step
+        self._act[0]()
+        return self._arrays["action"].copy
 
     def update(self, k: int, policy_step: bool) -> None:
         self._fetch[k]()
-        (self._everything if policy_step else self._critics)[k]()
+        (self._full_update if policy_step else self._critic_update)[k]()
 
     def flush(self) -> None:
         pass
@@ -97,21 +97,21 @@ class ActBuffers:
     step: Tensor
     action: Tensor
 
-    def play(self, noise: float) -> None:
-        self.action.copy_(agents.explore(self.agent, self.obs, self.step, noise, self.memory.normalizer()))
+    def act(self, noise: float) -> None:
+        self.action.copy_(explore(self.agent, self.obs, self.step, noise, self.memory.scaling()))
 
 
 @dataclass(frozen=True)
 class StagedBatch:
-    """A learner, and a batch and noise to hand on."""
+    """Every tensor that an update reads and writes: a sampled batch and its noise are staged between two calls."""
 
-    learner: LearnerState
+    state: LearnerState
     batch: Batch
     noise: Tensor
 
     @staticmethod
-    def of(learner: LearnerState, size: int) -> "StagedBatch":
-        memory = learner.memory
+    def create(state: LearnerState, size: int) -> "StagedBatch":
+        memory = state.memory
         rows = memory.rows.new_zeros(len(memory.rows), size, 1)
 
         def wide(width: int) -> Tensor:
@@ -120,128 +120,72 @@ class StagedBatch:
         reward, terminated, discount = (rows[..., 0].clone() for _ in range(3))
         dims = memory.input_dim, memory.action_dim
         batch = Batch(wide(dims[0]), wide(dims[1]), reward, wide(dims[0]), terminated, discount)
-        return StagedBatch(learner, batch, wide(memory.action_dim))
+        return StagedBatch(state, batch, wide(memory.action_dim))
+
+    def fetch(self, config: Config) -> None:
+        """Draw random numbers and sample the batch. [step 4]"""
+        agent, memory = self.state.agent, self.state.memory
+        bits, noise = self.state.algorithm.draw(agent, config.batch_size, memory.action_dim)
+        batch = memory.sample(bits, config.gamma, config.reward_scale)
+        for name, tensor in tensors(self.batch).items():
+            tensor.copy_(getattr(batch, name))
+        self.noise.copy_(noise)
+
+    def learn(self, config: Config, policy_step: bool) -> None:
+        """Steps 5 to 15 on the staged batch."""
+        with mixed_precision(config, self.noise.device):
+            done = self.state.algorithm.learn(self.batch, self.state.agent, self.noise, config, policy_step)
+            for name, value in done.metrics().items():
+                self.state.sums[name].add_(value)
 
 
-def compiled(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> list[Callable[[], None]]:
-    """`function(subject)` as a call without arguments, for each of several subjects of the same shapes.
-
-    PyTorch traces the function without doing anything and compiles what it found. The compiled code is called by
-    itself, with the subject's tensors, without the checks that would cost as much as a tenth of an update.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    own = [agents.tensors(subject) for subject in subjects]
+def compile_for(function: Callable[[Any], None], subjects: list[Any], options: dict[str, Any]) -> Calls:
+    """`function(subject)` as a call without arguments, for each of several subjects of the same shapes."""
+    own = [tensors(subject) for subject in subjects]
     names = list(own[0])
 
-    def flat(*tensors: Tensor) -> None:
-        function(agents.with_tensors(subjects[0], dict(zip(names, tensors, strict=True))))
+    def flat(*given: Tensor) -> None:
+        function(with_tensors(subjects[0], dict(zip(names, given, strict=True))))
 
-    inputs = [[tensors[name] for name in names] for tensors in own]
-    # Some are newer than the oldest PyTorch that will do.
-    options = {"size_asserts": False, **options}  # they are always the same tensors
-    known = {name: value for name, value in options.items() if hasattr(config, name.split(".")[0])}
-    if inputs[0][0].device.type == "cpu":
-        known["cpp_wrapper"] = True
-    try:
-        # With shapes, even though they are fixed: without, the compiler keeps nothing in its cache.
-        shapes = FakeTensorMode(shape_env=ShapeEnv())
-        empty = [shapes.from_tensor(tensor, static_shapes=True) for tensor in inputs[0]]
-        with shapes:
-            graph = make_fx(flat)(*empty)
-        used = used_inputs(graph)
-        inputs, empty = [[tensors[i] for i in used] for tensors in inputs], [empty[i] for i in used]
-        # What was compiled for other kernels must not be found in the cache.
-        source = inspect.getsource(sys.modules[networks.current().apply.__module__])
-        tag = hashlib.sha256(source.encode()).hexdigest()
-        with torch.compiler.config.patch(cache_key_tag=tag), warnings.catch_warnings():  # type: ignore[attr-defined]
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # who asks for fp32 wants it
-            call: Any = compile_fx(graph, empty, config_patches=known)
-    except (RuntimeError, ImportError) as error:
-        raise CannotCompile(str(error).strip().splitlines()[0]) from error
-
-    def tied(tensors: list[Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            call(*tensors)
-
-        return run
-
-    return [tied(tensors) for tensors in inputs]
+    # The cache may not return code that was compiled for another backend of the networks.
+    tag = hashlib.sha256(_network_source(subjects[0]).encode()).hexdigest()
+    inputs = [[given[name] for name in names] for given in own]
+    return compile_function(flat, inputs, {"size_asserts": False, **options}, tag)  # the tensors are always the same
 
 
-def used_inputs(graph: Any) -> list[int]:
-    """Which of its inputs a traced function uses; the others are taken away: each would cost time at every call."""
-    inputs = graph.graph.find_nodes(op="placeholder")
-    used = [i for i, node in enumerate(inputs) if node.users]
-    for node in inputs:
-        if not node.users:
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return used
+def _network_source(subject: Any) -> str:
+    agent: Agent = subject.agent if hasattr(subject, "agent") else subject.state.agent
+    return inspect.getsource(sys.modules[agent.networks.apply.__module__])
 
 
-Mlp = Callable[[networks.Parameters, Tensor], Tensor]
+def with_apply(agent: Agent, apply: Apply) -> Agent:
+    """The same agent with a faster function behind its networks."""
+    return replace(agent, networks=replace(agent.networks, apply=apply))
 
 
-def mlps(config: Config) -> dict[str, Callable[[str], Mlp]]:
-    """How to compute the networks in a precision, best first: in C++ where that is for such networks and machines."""
-
-    fit = config.device == "cpu" and cpu_mlp.fits(config.hidden)
-    return best_first({"layers in C++": cpu_mlp.mlp} if fit else {})
-
-
-def best_first(by_hand: dict[str, Callable[[str], Mlp]]) -> dict[str, Callable[[str], Mlp]]:
-    """What is written by hand for mlps, if these are mlps; then the networks as they stand."""
-    own = networks.current()
-    return {**(by_hand if own is networks.MLP else {}), "plain layers": lambda _: own.apply}
+def cpu_backends(own: Networks, config: Config) -> dict[str, Backend]:
+    """How to compute these networks, fastest first: in C++ where it fits the networks and the machine."""
+    fits = own.apply is networks.mlp and config.device == "cpu" and cpu_mlp.fits(config.hidden)
+    return {**({"the C++ layers": cpu_mlp.mlp} if fits else {}), "plain layers": lambda _: own.apply}
 
 
-def first_working(translate: Callable[[Any], Any], ways: dict[str, Any]) -> Any:
-    """Machines and what comes with them are many: where the best way fails, the next one is tried, and that is said."""
+def first_working(compile_with: Callable[[Backend], Any], backends: dict[str, Backend]) -> Any:
+    """Compile with the first backend that works on this machine; warn about those that do not."""
     failed: list[str] = []
-    for name, way in ways.items():
+    for name, backend in backends.items():
         try:
-            found = translate(way)
-        except Exception as error:  # Triton's errors have no common kind
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            compiled = compile_with(backend)
+        except Exception as error:  # Triton's errors have no common class
+            reason = str(error) if isinstance(error, CannotCompile) else f"{type(error).__name__}: {error}"
+            reason = reason.splitlines()[0]
             failed.append(f"{name} do not work on this machine ({reason}).")
             continue
         for sentence in failed:
             warnings.warn(sentence, stacklevel=2)
-        return found
+        return compiled
     raise CannotCompile(reason)
 
 
-def with_mlp(mlp: Mlp) -> AbstractContextManager[None]:
-    """The networks in use, computed in another way of the same meaning."""
-    return networks.using(networks.Pair(networks.current().init, mlp))
-
-
 def acting_precision(config: Config) -> str:
-    """Never less than is needed to learn from what is done."""
+    """Acting never uses bf16: actions are stored and learned from."""
     return "fp32" if config.precision == "bf16" else config.precision
-
-
-def cpu_fingerprint() -> str:
-    """A name for what this machine's processor can do."""
-    able = platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        able += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(able.encode()).hexdigest()[:8]
-
-
-def set_compile_cache() -> None:
-    """In the user's own cache, where they outlive a restart and nobody else can write them; a folder for each kind of
-    processor, because what is compiled for one may be too much for another that shares the user's home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled" / cpu_fingerprint()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        os.environ.setdefault(variable, str(cache))

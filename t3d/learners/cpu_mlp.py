@@ -1,8 +1,7 @@
-"""[steps 2 and 3] `networks.mlp` for processors with 512-bit vectors, in C++ (`processors.cpp`).
+"""[steps 2 and 3] `networks.mlp` in C++ for CPUs with AVX-512 (`cpu_mlp.cpp`).
 
-The libraries that PyTorch multiplies matrices with reach less on some processors than these allow, and every layer's
-bias and ReLU would be a walk through memory of its own. Only `accelerate/` chooses it, and the tests compare it with
-the function it stands for.
+PyTorch's matrix products reach less than these CPUs can do, and each bias and ReLU would be a pass through memory of
+its own. Only learners choose it; the tests compare it with `networks.mlp`.
 
 Shapes: T twins (1 or 2), S seeds, B batch; sizes of the layers D -> H1 -> H2 -> K. x (S, B, D), which the twins share,
 weights (T, S, in, out), or without T.
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from t3d import networks
 from t3d.networks import Parameters
+from t3d.torch_private import load_cpp
 
 
 def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
-    """What stands for `networks.mlp`; matrix products are in `precision`, but the last layer's never in bfloat16."""
+    """The replacement of `networks.mlp`: matrix products in `precision`, but the last layer's never in bfloat16."""
     load()
 
     def apply(parameters: Parameters, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def mlp(precision: str) -> Callable[[Parameters, Tensor], Tensor]:
 
 
 def fits(hidden: tuple[int, ...]) -> bool:
-    """Whether networks of these sizes on this machine are what it is for."""
+    """Whether it can compute networks of these sizes on this machine."""
     return len(hidden) == 2 and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -64,10 +64,8 @@ class _MLP(torch.autograd.Function):
 
 @cache
 def load() -> None:
-    """Compile it, or find it compiled; the operations are PyTorch's own from then on."""
-    from torch._inductor.codecache import CppCodeCache
-
-    CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
+    """Compile it, or load it from the cache; its operations are PyTorch operators from then on."""
+    load_cpp(Path(__file__).with_suffix(".cpp").read_text())
     torch.library.register_fake("t3d_cpu_mlp::forward", _forward_empty)
     torch.library.register_fake("t3d_cpu_mlp::backward", _backward_empty)
 

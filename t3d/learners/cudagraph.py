@@ -1,7 +1,8 @@
-"""The same functions, compiled and recorded by a GPU."""
+"""Compiled functions captured as CUDA graphs: a call is one replay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,115 +10,127 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from t3d import agent as agents
+from t3d import networks
 from t3d.config import Config
 from t3d.learners.compiled import (
     ActBuffers,
-    Mlp,
+    Backend,
+    Calls,
     acting_precision,
-    best_first,
-    compiled,
+    compile_for,
     first_working,
-    set_compile_cache,
-    with_mlp,
+    with_apply,
 )
 from t3d.learners.eager import Floats, LearnerState, update
-from t3d.replay import Replay, Transitions
+from t3d.replay import Transitions
+from t3d.state_dict import tensors
+from t3d.torch_private import set_compile_cache
+
+ON_GPU = {
+    "combo_kernels": True,  # one kernel for many tensors
+    "deterministic": True,  # no choice that depends on timing
+    "realize_opcount_threshold": 8,  # Adam's factors are computed once, not for each weight
+}
 
 
 class CudaGraphLearner:
-    """The same functions, compiled, and recorded by the GPU: a call is one word, and the GPU does the rest by itself.
+    """Compiled functions captured as CUDA graphs.
 
-    What goes to the GPU at a step, observations and new transitions, goes in one copy, and is taken from memory that
-    the GPU can reach by itself; transitions wait for the next observations. The host waits for nothing but the actions,
-    so environments move while the GPU learns.
+    Observations and new transitions reach the GPU in one copy from pinned memory; transitions wait for the next
+    observations. The host waits for actions only, so environments step while the GPU updates.
     """
 
-    def __init__(self, whole: LearnerState, learners: list[LearnerState], config: Config) -> None:
+    def __init__(self, state: LearnerState, parts: list[LearnerState], config: Config) -> None:
         set_compile_cache()
-        self._memory, agent, device = whole.memory, whole.agent, whole.agent.seeds.device
-        shape = (len(agent.seeds), config.num_envs)
+        self.state, self._config, memory = state, config, state.memory
+        device, shape = state.agent.seeds.device, (len(state.agent.seeds), config.num_envs)
+        frames = 0 if memory.frames is None else memory.frames.frames_per_step
         self._in = Transfer(
             device,
             step=((), np.int64),
-            obs=((*shape, self._memory.input_dim), np.float32),
-            **self._memory.incoming(config.num_envs * config.n_step, self._memory.frames_per_step),
+            obs=((*shape, memory.input_dim), np.float32),
+            **memory.staging_shapes(config.num_envs * config.n_step, frames),
         )
-        self._out = Transfer(device, action=((*shape, self._memory.action_dim), np.float32))
-        self._memory.nothing(self._in.here)
-        there = self._in.there
-        player = ActBuffers(agent, self._memory, there["obs"], there["step"], self._out.there["action"])
+        self._out = Transfer(device, action=((*shape, memory.action_dim), np.float32))
+        memory.stage_nothing(self._in.host)
+        (act,), critic_updates, full_updates = first_working(
+            lambda backend: self._compile(backend, parts), gpu_backends(state, config)
+        )
+        with _undone(state):
+            self._run_act(act)
+        self._act, self._store = capture(lambda: self._run_act(act)), capture(self._run_store)
+        self._critic_updates = [capture(call) for call in critic_updates]
+        self._full_updates = [capture(call) for call in full_updates]
+        self._event = StreamEvent()  # behind the last work that reads `_in` or writes `_out`
+        self._pending = False  # whether transitions in `_in` are not written to the replay memory yet
 
-        def translate(mlp: Callable[[str], Mlp]) -> tuple[list[Callable[[], None]], ...]:
-            with with_mlp(mlp(acting_precision(config))):
-                play = compiled(lambda to: to.play(config.exploration_noise), [player], ON_GPU)
-            with with_mlp(mlp(config.precision)):
-                critics = compiled(lambda to: update(to, config, policy_step=False), learners, ON_GPU)
-                everything = compiled(lambda to: update(to, config, policy_step=True), learners, ON_GPU)
-            with _undone(whole):  # once for real: the first time is done in another way than ever after
-                for work in (*play, *critics, *everything):
-                    work()
-            return play, critics, everything
+    def _compile(self, backend: Backend, parts: list[LearnerState]) -> tuple[Calls, Calls, Calls]:
+        """Acting, an update of the critics, and an update of everything, each run once: the first run allocates."""
+        config, agent, device = self._config, self.state.agent, self._in.device
+        acting = with_apply(agent, backend(acting_precision(config)))
+        buffers = ActBuffers(acting, self.state.memory, device["obs"], device["step"], self._out.device["action"])
+        apply = backend(config.precision)
+        learning = [replace(part, agent=with_apply(part.agent, apply)) for part in parts]
+        calls = (
+            compile_for(lambda to: to.act(config.exploration_noise), [buffers], ON_GPU),
+            compile_for(lambda to: update(to, config, policy_step=False), learning, ON_GPU),
+            compile_for(lambda to: update(to, config, policy_step=True), learning, ON_GPU),
+        )
+        with _undone(self.state):
+            for call in (call for part in calls for call in part):
+                call()
+        return calls
 
-        (play,), critics, everything = first_working(translate, mlps(whole.memory, config))
+    def _run_store(self) -> None:
+        self._in.to_device()
+        self.state.memory.write(self._in.device)
 
-        def store() -> None:
-            self._in.to_device()
-            self._memory.write(there)
+    def _run_act(self, act: Callable[[], None]) -> None:
+        self._run_store()
+        act()
+        self._out.to_host()
 
-        def explore() -> None:
-            store()
-            play()
-            self._out.to_host()
-
-        with _undone(whole):
-            explore()
-        self._explore, self._store = recorded(explore), recorded(store)
-        self._critics, self._everything = [recorded(one) for one in critics], [recorded(one) for one in everything]
-        self._mark = Mark()  # behind the last thing that reads `_in` or writes `_out`
-        self._pending = False  # whether there are transitions in `_in` that were not asked to be stored
-
-    def explore(self, obs: Floats, step: int) -> Callable[[], Floats]:
-        self._mark.wait()
+    def act(self, obs: Floats, step: int) -> Callable[[], Floats]:
+        self._event.wait()
         if not self._pending:  # what went with the last copy is stored
-            self._memory.nothing(self._in.here)
-        self._in.here["obs"][:] = obs
-        self._in.here["step"][...] = step
-        self._explore.replay()
-        self._mark.set()
+            self.state.memory.stage_nothing(self._in.host)
+        self._in.host["obs"][:] = obs
+        self._in.host["step"][...] = step
+        self._act.replay()
+        self._event.record()
         self._pending = False
-        return self._explored
+        return self._action
 
-    def _explored(self) -> Floats:
-        self._mark.wait()
-        return np.array(self._out.here["action"])
+    def _action(self) -> Floats:
+        self._event.wait()
+        return np.array(self._out.host["action"])
 
-    def store(self, rows: Transitions) -> None:
+    def store(self, new: Transitions) -> None:
         self.flush()
-        self._mark.wait()
-        self._memory.lay_out(self._in.here, rows)
+        self._event.wait()
+        self.state.memory.stage(self._in.host, new)
         self._pending = True
 
     def update(self, k: int, policy_step: bool) -> None:
         self.flush()
-        (self._everything if policy_step else self._critics)[k].replay()
+        (self._full_updates if policy_step else self._critic_updates)[k].replay()
 
     def flush(self) -> None:
         if self._pending:
             self._store.replay()
-            self._mark.set()
+            self._event.record()
             self._pending = False
 
 
-class Mark:
-    """A place in what the GPU was asked for, to wait for."""
+class StreamEvent:
+    """An event in the current stream, to wait for."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.current_stream()
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._reached = True
 
-    def set(self) -> None:
+    def record(self) -> None:
         self._event.record(self._stream)
         self._reached = False
 
@@ -127,39 +140,32 @@ class Mark:
             self._reached = True
 
 
-ON_GPU = {
-    "combo_kernels": True,  # one for many tensors
-    "deterministic": True,  # no choice that is left to timing
-    "realize_opcount_threshold": 8,  # Adam's factors are computed once, not for each weight
-}
-
-
 class Transfer:
-    """Arrays on the host and tensors of the same names on the device, which move from here to there in one copy."""
+    """Arrays on the host and tensors of the same names on the device; one copy moves all of them."""
 
     def __init__(self, device: torch.device, **parts: tuple[tuple[int, ...], type]) -> None:
         # The widest first: each begins at a multiple of its own width.
         parts = dict(sorted(parts.items(), key=lambda item: -np.dtype(item[1][1]).itemsize))
         sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in parts.items()}
-        self._here = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._there = torch.zeros_like(self._here, device=device)
-        self.here: dict[str, NDArray[Any]] = {}
-        self.there: dict[str, Tensor] = {}
+        self._host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self.host: dict[str, NDArray[Any]] = {}
+        self.device: dict[str, Tensor] = {}
         end = 0
         for name, (shape, dtype) in parts.items():
             begin, end = end, end + sizes[name]
-            self.here[name] = self._here[begin:end].numpy().view(dtype).reshape(shape)
-            self.there[name] = self._there[begin:end].view(torch.from_numpy(self.here[name]).dtype).view(shape)
+            self.host[name] = self._host[begin:end].numpy().view(dtype).reshape(shape)
+            self.device[name] = self._device[begin:end].view(torch.from_numpy(self.host[name]).dtype).view(shape)
 
     def to_device(self) -> None:
-        self._there.copy_(self._here, non_blocking=True)
+        self._device.copy_(self._host, non_blocking=True)
 
     def to_host(self) -> None:
-        self._here.copy_(self._there, non_blocking=True)
+        self._host.copy_(self._device, non_blocking=True)
 
 
-def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What the GPU is asked to do, kept to be asked for again; it is not done yet."""
+def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The GPU work of a call as a CUDA graph; capturing does not run it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -167,23 +173,24 @@ def recorded(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 @contextmanager
-def _undone(to: LearnerState) -> Iterator[None]:
-    """Whatever happens to an agent and its metrics inside is as it was afterwards."""
-    memory = {name: tensor for name, tensor in to.memory.tensors().items() if name not in ("rows", "frames")}
-    tensors = agents.tensors({"agent": to.agent, "sums": to.sums, "memory": memory})
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
+def _undone(state: LearnerState) -> Iterator[None]:
+    """Restore the agent, the metrics and the counters of the memory afterwards."""
+    kept = {name: t for name, t in tensors(state).items() if name not in ("memory.rows", "memory.frames.pixels")}
+    before = {name: tensor.clone() for name, tensor in kept.items()}
     try:
         yield
     finally:
-        for name, tensor in tensors.items():
+        for name, tensor in kept.items():
             tensor.copy_(before[name])
 
 
-def mlps(memory: Replay, config: Config) -> dict[str, Callable[[str], Mlp]]:
-    """How to compute the networks in a precision, best first: as kernels where those are for such networks."""
+def gpu_backends(state: LearnerState, config: Config) -> dict[str, Backend]:
+    """How to compute the networks, fastest first: in Triton where its kernels fit the networks."""
+    own = state.agent.networks
+    plain: dict[str, Backend] = {"plain layers": lambda _: own.apply}
     try:
         from t3d.learners import triton_mlp
     except ImportError:
-        return best_first({})
-    fit = triton_mlp.fits(memory.obs_dim, memory.action_dim, config.hidden)
-    return best_first({"hand-written kernels": triton_mlp.mlp} if fit else {})
+        return plain
+    fits = triton_mlp.fits(state.memory.obs_dim, state.memory.action_dim, config.hidden)
+    return {"the Triton kernels": triton_mlp.mlp, **plain} if fits and own.apply is networks.mlp else plain

@@ -1,7 +1,7 @@
-"""What networks see of an observation with images: the last few frames, the newest behind, and then the numbers.
+"""The frame stack: networks see the last few frames of an observation with images, the newest last, then the numbers.
 
-A frame is all the images of one observation, laid on top of each other: height × width × channels. What else is in
-the observation joins behind the frames, of the newest observation alone.
+A frame is all the images of one observation, stacked along the channels: height × width × channels. The other parts of
+the newest observation follow the frames.
 
     frame | … | frame | numbers
 """
@@ -15,12 +15,12 @@ from t3d.errors import T3DError
 from t3d.layout import Layout, image_size, leaves, size
 
 Floats = NDArray[np.float32]
-LARGEST = 2**26  # numbers that are seen at once
+LARGEST = 2**26  # numbers in a stacked observation
 
 
 @dataclass(frozen=True)
 class FrameStack:
-    """How many frames of which size are seen at once, and where pixels and numbers stand in an observation."""
+    """How many frames of which size are stacked, and which columns of an observation are pixels and numbers."""
 
     stack: int
     height: int
@@ -43,7 +43,7 @@ class FrameStack:
             return None
         sizes = sorted({image.shape[:2] for image in images})
         if len(sizes) > 1:
-            raise T3DError(f"{name} has images of several sizes, {sizes}; they must have one to be seen together.")
+            raise T3DError(f"{name} has images of the sizes {sizes}; they must have one size.")
         together = np.concatenate(images, 2)
         height, width, channels = together.shape
         if stack * together.size > LARGEST:
@@ -59,9 +59,9 @@ class FrameStack:
 
     @property
     def dim(self) -> int:
-        """Numbers that are seen at once."""
+        """Numbers in a stacked observation."""
         return self.stack * self.frame_size + len(self.numbers)
 
-    def seen(self, frames: Floats, obs: Floats) -> Floats:
+    def join(self, frames: Floats, obs: Floats) -> Floats:
         """Frames (N, stack, F) and the numbers of observations (N, O) side by side: (N, dim)."""
         return np.concatenate([frames.reshape(len(obs), -1), obs[:, self.numbers]], 1)

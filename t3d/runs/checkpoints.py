@@ -275,8 +275,8 @@ class Checkpoints:
             state = _read_tensors(folder, found.state_file, found.state.size, found.state.sha256)
             if "step" not in state or state["step"].numel() != 1 or int(state["step"]) != found.step:
                 raise T3DError(f"{folder.path}: its state is of another step.")
-            for name, stored in memory.counters().items():
-                if name in ("stored", "framed") and not np.array_equal(state.get(f"memory.{name}", ()), stored):
+            for name, stored in memory.counts().items():
+                if not np.array_equal(state.get(f"learner.memory.{name}", ()), stored):
                     raise T3DError(f"{folder.path}: its state and its segments disagree about how many rows there are.")
         self.metrics.begin(found.metrics)
         return state

@@ -22,7 +22,7 @@ from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
 from t3d.runs.metrics import Metrics
 
-FORMAT = 2
+FORMAT = 3
 CONFIG = "config.json"
 MOST_CONFIG = 2**20  # bytes
 MOST_SEEDS = 10_000
@@ -41,6 +41,7 @@ NOT_SETTINGS = (
     "env_args",
     "callable",
     "network",
+    "algorithm",
     "seeds",
     "preset",
     "versions",
@@ -226,10 +227,19 @@ class Run:
             with folder.inside("policies") as policies:
                 yield policies
 
+    def nothing_whole(self) -> T3DError:
+        """That no checkpoint is left to continue from."""
+        return T3DError(
+            f"no checkpoint of {self.path} is whole: there is nothing to continue from. Its policies can still be used:"
+            f" {self.command('evaluate')}"
+        )
+
     def command(self, verb: Literal["resume", "evaluate"], **options: Any) -> str:
         """What to type to go on with this run, or in Python where no file brings its environment or network back."""
         config = self.config
-        by_hand = [name for name, key in (("env", "callable"), ("network", "network")) if config.get(key)]
+        by_hand = [
+            name for name in ("env", "network", "algorithm") if config.get("callable" if name == "env" else name)
+        ]
         if by_hand and verb == "resume":
             given = [repr(str(self.path)), *(f"{name}=…" for name in by_hand)]
             return f"t3d.resume({', '.join([*given, *(f'{name}={value!r}' for name, value in options.items())])})"
@@ -313,10 +323,9 @@ def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
         raise T3DError(f"{path}: preset cannot be {shown(values.get('preset'))}; it is one of {', '.join(PRESETS)}.")
     if not isinstance(values.get("env_args"), dict):
         raise T3DError(f"{path}: env_args cannot be {shown(values.get('env_args'))}; it is an object.")
-    if not isinstance(values.get("network"), str | None) or not isinstance(values.get("callable"), bool | None):
-        raise T3DError(
-            f"{path}: network and callable cannot be {shown([values.get('network'), values.get('callable')])}."
-        )
+    for name, kinds in (("network", str), ("algorithm", str), ("callable", bool)):
+        if not isinstance(values.get(name), kinds | None):
+            raise T3DError(f"{path}: {name} cannot be {shown(values[name])}.")
     if not isinstance(values.get("env"), str) or len(values["env"]) > LONGEST_NAME:
         raise T3DError(f"{path}: env cannot be {shown(values.get('env'))}; it is the id of an environment.")
     return values

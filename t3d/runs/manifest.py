@@ -13,7 +13,7 @@ from t3d.files import Folder, Written
 from t3d.replay import Ring
 from t3d.runs.metrics import Mark
 
-FORMAT = 5
+FORMAT = 6
 NAME = "manifest.json"
 SPARE = 2**20  # bytes that the header of a file may have
 MOST_SEGMENTS = 1_000  # that a file may speak of
