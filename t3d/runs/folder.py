@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from t3d import files
-from t3d.config import PRESETS, flag
+from t3d.config import PRESETS
 from t3d.custom_network import Network
 from t3d.envs.factory import unusual
 from t3d.errors import T3DError, command, plain, shown
 from t3d.files import Folder, Identity
+from t3d.options import flag
 from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
 from t3d.runs.metrics import Metrics
