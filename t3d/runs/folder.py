@@ -309,8 +309,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """A config with an environment and seeds that make sense; the options are checked where they are used."""
-    if values.get("format") != FORMAT:
-        raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
+    files.refuse_format(path, values.get("format"), FORMAT)
     seeds = values.get("seeds")
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise T3DError(f"{path}: seeds cannot be {shown(seeds)}; it is a list of whole numbers.")
