@@ -554,6 +554,6 @@ def refuse_format(where: Path, found: object, current: object) -> None:
     """Refuse a file whose format is not the current one."""
     if found != current:
         raise T3DError(
-            f"{where} has the format {shown(found)}, written by another version of T3D; this one reads {shown(current)}."
-            " Open it with the version that wrote it, or train again."
+            f"{where} has the format {shown(found)}; this version reads {shown(current)}. Open it with the version that"
+            " wrote it, or train again."
         )
