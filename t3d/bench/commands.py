@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from rich.measure import Measurement
 from rich.table import Table
-from tyro.conf import OmitSubcommandPrefixes, subcommand
 
 from t3d.bench.returns import RESULTS, RUNS, train_suite
 from t3d.bench.suites import SUITES, SuiteName, Version, tasks_of
@@ -58,21 +57,6 @@ class Tables:
     """Folder of the results."""
     docs: Annotated[Path | None, Shown("FILE")] = None
     """Write the tables into this page, between its marks, and the figures beside it."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Train benchmark suites over many seeds, and print tables of the returns."""
-
-    what: OmitSubcommandPrefixes[Annotated[Returns, subcommand("returns")] | Annotated[Tables, subcommand("table")]]
-
-
-def run(command: Bench) -> None:
-    """Run `t3d bench returns` or `t3d bench table`."""
-    if isinstance(command.what, Returns):
-        returns(command.what)
-    else:
-        tables(command.what)
 
 
 def returns(command: Returns) -> None:
