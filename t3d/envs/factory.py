@@ -275,26 +275,13 @@ class EnvFactory:
             if not self.real:
                 close_env(first)
             raise
-        path, _ = self.path()
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
             close_env(first)
-            processes = [
-                Worker(
-                    self.name, self._elsewhere, self.args, self.pixels, list(range(k, count, workers)), worker_timeout
-                )
-                for k in range(min(workers, count))
-            ]
-            try:
-                for process in processes:  # they start side by side
-                    process.ready()
-            except BaseException:
-                for process in processes:
-                    process.close()
-                raise
+            processes = self._workers(count, workers, worker_timeout)
             slots = [WorkerSlot(processes[i % workers], i) for i in range(count)]
-        elif path == "mujoco.batch":
+        elif self.path()[0] == "mujoco.batch":
             from t3d.envs.mujoco import MujocoBatch  # here, because mujoco is an extra
 
             return MujocoBatch(self.name, first, count, episode_seed, threads)
@@ -305,6 +292,19 @@ class EnvFactory:
                 raise T3DError(f"{self.name} gave environments with different observations or actions.")
             slots = [LocalSlot(env, make) for env in envs]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
+
+    def _workers(self, count: int, workers: int, worker_timeout: float) -> list[Worker]:
+        """Start worker processes and wait until their environments are made."""
+        shares = [list(range(k, count, workers)) for k in range(min(workers, count))]
+        processes = [
+            Worker(self.name, self._elsewhere, self.args, self.pixels, share, worker_timeout) for share in shares
+        ]
+        try:
+            return [process.ready() for process in processes]  # all start at the same time
+        except BaseException:
+            for process in processes:
+                process.close()
+            raise
 
     def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
         if workers or self.pixels:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium
 from numpy.typing import NDArray
 
-from t3d.envs.worker import said, self_resets, whole_traceback
+from t3d.envs.worker import counts_resets, said, self_resets, whole_traceback
 from t3d.errors import warn
 
 
@@ -50,14 +50,16 @@ class Slot(Protocol):
 
 
 class LocalSlot:
-    """An environment in this process. It is not made anew or closed where it has no `make`."""
+    """An environment in this process. Without `make`, it is neither remade nor closed."""
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", make: "Callable[[], gymnasium.Env[Any, Any]] | None") -> None:
         self._env, self._make, self._resets = env, make, 0
+        self._counts_resets = False  # only MuJoCo's data counts its own resets; looked up at each reset
         self._action: Any = None
 
     def reset(self, seed: int) -> Any:
         returned = calling(lambda: self._env.reset(seed=seed))
+        self._counts_resets = counts_resets(self._env)
         self._resets = self_resets(self._env)
         return returned
 
@@ -65,7 +67,14 @@ class LocalSlot:
         self._action = action
 
     def end(self) -> Stepped:
-        returned = calling(lambda: self._env.step(self._action))
+        try:
+            returned = self._env.step(self._action)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:
+            raise raised(problem) from problem
+        if not self._counts_resets:
+            return Stepped(returned, False)
         before, self._resets = self._resets, self_resets(self._env)
         return Stepped(returned, self._resets > before)
 
@@ -101,7 +110,12 @@ def calling(call: Callable[[], Any]) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        raise Raised(said(problem), whole_traceback(problem)) from problem
+        raise raised(problem) from problem
+
+
+def raised(problem: BaseException) -> Raised:
+    """An environment's exception as `Raised`."""
+    return Raised(said(problem), whole_traceback(problem))
 
 
 def close_env(env: Any) -> None:

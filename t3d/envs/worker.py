@@ -82,12 +82,19 @@ def quiet_mujoco() -> None:
     mujoco.set_mju_user_warning(lambda message: None)
 
 
+def counts_resets(env: Any) -> bool:
+    """Whether the environment has MuJoCo data, which counts the times that MuJoCo reset a simulation itself."""
+    return _warnings(env) is not None
+
+
 def self_resets(env: Any) -> int:
-    """How often MuJoCo found a state that is not finite or beyond 1e10 and silently began anew; 0 elsewhere."""
-    counters = getattr(getattr(env.unwrapped, "data", None), "warning", None)
-    if counters is None or "mujoco" not in sys.modules:
-        return 0
-    return sum(int(counters[kind].number) for kind in BAD_STATES)
+    """How often MuJoCo reset the simulation because its state was not finite or beyond 1e10; 0 without MuJoCo."""
+    counters = _warnings(env)
+    return 0 if counters is None else sum(int(counters[kind].number) for kind in BAD_STATES)
+
+
+def _warnings(env: Any) -> Any:
+    return getattr(getattr(env.unwrapped, "data", None), "warning", None) if "mujoco" in sys.modules else None
 
 
 # mjWARN_BADQPOS, mjWARN_BADQVEL and mjWARN_BADQACC; as numbers, because this script does without mujoco
