@@ -36,9 +36,10 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-# Linux and macOS look names up in an open folder; elsewhere a path is checked first, and then used.
+# Linux and macOS look names up in an open folder. Elsewhere a path is checked and then used: a race is possible.
 RELATIVE = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW") and hasattr(os, "O_DIRECTORY")
-PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+# Flags that not every system has. O_BINARY is for Windows, where a descriptor otherwise translates line ends.
+PLAIN: int = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 MOST_JSON = 2**24  # bytes
 MOST_PARTS = 200_000  # objects and lists in JSON
 DEEPEST_JSON = 64
@@ -58,7 +59,9 @@ def promises_off() -> list[str]:
     if not RELATIVE:
         off.append("This system cannot open files relative to a folder: use run folders of people you trust only.")
     if fcntl is None:
-        off.append("This system has no flock: nothing keeps a second process from writing to the same run folder.")
+        off.append(
+            "This system has no flock: run folders are not locked. Use each run folder from one process at a time."
+        )
     return off
 
 
