@@ -364,7 +364,7 @@ def test_pendulum_from_pixels(tmp_path):
 
 
 def test_what_cannot_be_rendered_is_said_at_once(tmp_path, monkeypatch):
-    with pytest.raises(T3DError, match="Lamp cannot be shown in images"):
+    with pytest.raises(T3DError, match="Lamp cannot be rendered"):
         t3d.train(Lamp, pixels=24, out=tmp_path / "run", progress=False)
     monkeypatch.setitem(sys.modules, "pygame", None)
     with pytest.raises(T3DError, match=r"t3d\[pixels\]"):

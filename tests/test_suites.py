@@ -51,7 +51,7 @@ def test_tasks_of_an_extra_train_and_come_back(env, module, extra, tmp_path):
 
 def test_a_pool_cannot_be_taken_apart():
     source = env_factory("envpool/HalfCheetah-v5")
-    with pytest.raises(t3d.T3DError, match="come in pools"):
+    with pytest.raises(t3d.T3DError, match="makes batches only"):
         source.one()
     with pytest.raises(t3d.T3DError, match="leave out --workers and --pixels"):
         source.batch(2, lambda env, episode: 0, workers=2)

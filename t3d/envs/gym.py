@@ -1,4 +1,4 @@
-"""Gymnasium environments, one by one, in this process or in workers."""
+"""A batch of Gymnasium environments that step one by one, in this process or in worker processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ FLAG_TYPES = (bool, np.bool_)
 
 
 class GymBatch:
-    """N Gymnasium environments, each in its slot."""
+    """N Gymnasium environments, each in a slot."""
 
     frame_stack: FrameStack | None = None
     together = False
@@ -48,7 +48,7 @@ class GymBatch:
         workers: Sequence[Worker] = (),
     ) -> None:
         self.name, self.count, self.actions = name, len(slots), actions
-        self.layout = observable(observation_space, name)
+        self.layout = obs_layout(observation_space, name)
         self.obs_dim = size(self.layout)
         # The shape of an observation that is one array; None for other layouts.
         self._shape = tuple(self.layout["shape"]) if self.layout["kind"] == "array" else None
@@ -80,30 +80,30 @@ class GymBatch:
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
-        to_env = self.actions.to_env(np.asarray(actions))
+        env_actions = self.actions.to_env(np.asarray(actions))
         valid = np.ones(self.count, bool) if active is None else active.copy()
-        playing: list[int] = np.flatnonzero(valid).tolist()
+        ids: list[int] = np.flatnonzero(valid).tolist()
         terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
         result = StepResult(self._obs, np.zeros(self.count), terminated, truncated, self._obs.copy(), valid)
         self.worker_lost = self.blamed = None
         self.failures.clear()
-        for i in playing:
-            self._slots[i].begin(to_env[i])
-        for i in playing:
+        for i in ids:
+            self._slots[i].step_async(env_actions[i])
+        for i in ids:
             self._length[i] += 1
             try:
-                returned, diverged = self._slots[i].end()
+                returned, diverged = self._slots[i].step_wait()
                 if not diverged:
                     self._store(i, returned, result)
                     continue
                 self.cut += 1  # MuJoCo reset itself: the observation does not follow from the action
             except Lost as lost:
-                self._note_loss(i, lost.here)
+                self._note_loss(i, lost.own_call)
             except (Raised, EnvError) as problem:
                 self._note_failure(i, problem, actions)
             valid[i], truncated[i] = False, True
         # Reset after all have stepped: a worker answers its calls in order.
-        return self._start_episodes([i for i in playing if terminated[i] or truncated[i]], result)
+        return self._start_episodes([i for i in ids if terminated[i] or truncated[i]], result)
 
     def _start_episodes(self, ended: list[int], result: StepResult) -> StepResult:
         """Reset the environments in `ended`; return `result` with the observations to act on next."""
@@ -121,10 +121,10 @@ class GymBatch:
             slot.close()
         close_all(self._workers)
 
-    def _note_loss(self, i: int, here: bool) -> None:
+    def _note_loss(self, i: int, own_call: bool) -> None:
         if self.worker_lost is None or self.blamed is None:
             self.worker_lost, self.blamed = np.zeros((2, self.count), bool)
-        self.worker_lost[i], self.blamed[i] = True, here
+        self.worker_lost[i], self.blamed[i] = True, own_call
 
     def _note_failure(self, i: int, problem: Raised | EnvError, actions: NDArray[Any]) -> None:
         """Keep the failure of a step if failures are cut; raise it otherwise."""
@@ -140,13 +140,13 @@ class GymBatch:
         try:
             self._slots[failure.index].remake()
         except Lost:
-            pass  # its process is a new one then, and so is it
+            pass  # the new process has a new environment
         except (Raised, T3DError) as problem:
-            what = f"{failure} It cannot be made anew either: {problem}"
+            what = f"{failure} It cannot be made again: {problem}"
             raise EnvError(what, index=failure.index, call="reset", whole=failure.whole) from problem
 
     def _reset(self, ended: list[int], obs: Floats) -> Floats:
-        """A copy of `obs` with the first observations of new episodes; where one fails, none has begun."""
+        """Return a copy of `obs` with the first observations of new episodes. If a reset fails, no episode starts."""
         obs, before = obs.copy(), list(self._episode)
         try:
             for i in ended:
@@ -163,7 +163,7 @@ class GymBatch:
                 self.skipped = np.zeros(self.count, bool) if self.skipped is None else self.skipped
                 self.skipped[i] = True
                 return np.zeros(self.obs_dim, np.float32)
-            # A new episode has a seed of its own, also after a loss.
+            # Each attempt is a new episode with its own seed.
             self._episode[i] += 1
             self._length[i] = 0
             try:
@@ -232,9 +232,9 @@ class GymBatch:
         return EnvError(f"{self._where(i)}: {what}.")
 
     def _failure(self, i: int, call: str, problem: Raised | EnvError) -> EnvError:
-        """What went wrong in a call, with all that is known of it."""
+        """Return the EnvError for a failed call, with the circumstances."""
         sentence = f"{self._where(i)}: {call}() raised {problem}." if isinstance(problem, Raised) else str(problem)
-        whole = problem.whole
+        traceback = problem.traceback if isinstance(problem, Raised) else problem.whole
         return EnvError(
             sentence,
             index=i,
@@ -242,7 +242,7 @@ class GymBatch:
             episode=self._episode[i],
             length=self._length[i],
             obs=self._obs[i],
-            whole=whole,
+            whole=traceback,
         )
 
     def _where(self, i: int) -> str:
@@ -250,16 +250,16 @@ class GymBatch:
 
 
 def as_array(raw: Any) -> NDArray[Any]:
-    """Somebody else's value as an array; as an object where it is none."""
+    """Convert an untrusted value to an array; return an object array if that fails."""
     try:
         return np.asarray(calling(lambda: np.asarray(raw)))
     except Raised:
         return np.array(None, object)
 
 
-def observable(space: spaces.Space[Any], name: str) -> Layout:
-    """How its observations are laid out, if they can be learned from."""
+def obs_layout(space: spaces.Space[Any], name: str) -> Layout:
+    """Return the layout of the observations; raise T3DError if they hold no numbers."""
     layout = describe(space, name)
     if size(layout) == 0:
-        raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
+        raise T3DError(f"{name} has an observation without numbers: there is nothing to learn from.")
     return layout

@@ -14,7 +14,7 @@ from typing import IO, Any, Literal, get_args
 from t3d import files
 from t3d.config import PRESETS, flag
 from t3d.custom_network import Network
-from t3d.envs.factory import unusual
+from t3d.envs.factory import unsafe_arg
 from t3d.errors import T3DError, command, plain, shown
 from t3d.files import Folder, Identity
 from t3d.policy import Policy, policy_of_bytes
@@ -235,7 +235,7 @@ class Run:
         words = [word for name, value in options.items() for word in (flag(name), value)]
         module = config["env"].rpartition(":")[0]
         words += ["--allow-module", module] if module else []
-        words += ["--allow-env-args"] if unusual(config["env_args"]) else []
+        words += ["--allow-env-args"] if unsafe_arg(config["env_args"]) else []
         return command(verb, self.path, *words)
 
     # ------------------------------------------------------------------------------------------ writing
