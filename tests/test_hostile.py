@@ -255,7 +255,7 @@ def test_a_manifest_with_nan_for_a_step(run, capsys):
     path = crafted.newest(run) / "manifest.json"
     path.write_text(path.read_text().replace('"step": 150', '"step": NaN'))
     t3d.resume(run)
-    assert "NaN is no number" in capsys.readouterr().out
+    assert "NaN is not a number" in capsys.readouterr().out
 
 
 def filled(name, value, dtype=None):
@@ -596,7 +596,7 @@ def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch)
         return turn(state, *arguments)
 
     monkeypatch.setattr(t3d.trainer, "turn", swapped)
-    with pytest.raises(T3DError, match="is another folder than before: it was moved or replaced"):
+    with pytest.raises(T3DError, match="is a different folder than before: it was moved or replaced"):
         t3d.train("Pendulum-v1", out=path, **KNOBS)
     assert tree(victim) == before
 

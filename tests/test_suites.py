@@ -29,7 +29,7 @@ KNOBS = {
 )
 def test_what_is_missing_is_named_with_the_line_to_type(env, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(t3d.T3DError, match=rf"there is no module {module} to import. .*pip install 't3d\[{extra}\]'"):
+    with pytest.raises(t3d.T3DError, match=rf"there is no module {module}\. .*pip install 't3d\[{extra}\]'"):
         env_factory(env).batch(1, lambda env, episode: 0)
 
 
