@@ -119,7 +119,7 @@ class VectorBatch:
         """Return an array (N,) of numbers or flags; raise EnvError for anything else."""
         given = as_array(raw)
         if given.shape != (self.count,) or given.dtype.kind not in kinds:
-            raise self._wrong(f"the {name} are {given.dtype} {given.shape}, not an array of shape ({self.count},)")
+            raise self._wrong(f"the {name} are {given.dtype} {given.shape}, not of shape ({self.count},)")
         return given
 
     def _final_obs(self, info: Any, i: int) -> Floats:
