@@ -1,4 +1,4 @@
-"""`t3d bench returns` and `t3d bench table`: their options, and what they do."""
+"""The commands `t3d bench returns` and `t3d bench table`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +17,18 @@ from t3d.errors import T3DError, plain
 
 @dataclass(frozen=True)
 class Returns:
-    """Train a suite of tasks, many seeds each, and keep every return.
+    """Train a suite of tasks with many seeds each, and save every return.
 
     For example: t3d bench returns --suite quick
                  t3d bench returns --suite paper --only Hopper Walker2d
 
-    What is trained already is left alone, and what was stopped goes on.
+    Finished tasks are skipped; interrupted ones are resumed.
     """
 
     suite: SuiteName = "quick"
-    """quick needs no GPU; paper is Table 1; ablation takes TD3 apart; pixels are pictures; documents PyBullet's."""
+    """quick needs no GPU; paper is the paper's Table 1; pixels learns from images; documents uses PyBullet."""
     only: Annotated[tuple[str, ...], arg(metavar="TASK ...", help_behavior_hint="")] = ()
-    """These tasks, as in Hopper, and for ablation these variants, as in ddpg."""
+    """Only these tasks, for example Hopper; for ablation also variants, for example ddpg."""
     seeds: Annotated[
         int | None, arg(metavar="N", help_behavior_hint="(default: 10; quick: 5; pixels, documents: 2)")
     ] = None
@@ -38,36 +38,36 @@ class Returns:
     eval_every: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
     """Environment steps between evaluations."""
     version: Version = "v5"
-    """Of Gymnasium's MuJoCo tasks."""
+    """The version of Gymnasium's MuJoCo tasks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to learn; auto takes a GPU if there is one."""
+    """The device for training; auto uses a GPU if there is one."""
     precision: Annotated[Literal["auto", "fp32", "tf32", "bf16"], arg(help_behavior_hint="(default: auto)")] = "auto"
-    """Of matrix products; auto is tf32 on GPUs and fp32 elsewhere."""
+    """The precision of matrix products; auto is tf32 on GPUs and fp32 elsewhere."""
     out: Annotated[Path, arg(metavar="DIR")] = RESULTS
-    """Where the results go, a file for each task."""
+    """The folder for the results, a file per task."""
     runs: Annotated[Path, arg(metavar="DIR")] = RUNS
-    """Where the runs go."""
+    """The folder for the runs."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Make the tables, and with --docs the figures, from what `t3d bench returns` has left."""
+    """Make tables, and with --docs figures, from the results of `t3d bench returns`."""
 
     results: Annotated[Path, arg(metavar="DIR")] = RESULTS
-    """Where the results are."""
+    """The folder with the results."""
     docs: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write them into this page, between its marks, and the figures beside it."""
+    """Write the tables into this page, between its markers, and the figures into figures/ beside it."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Returns over many seeds, and tables of them."""
+    """Benchmark returns over many seeds, and make tables."""
 
     what: OmitSubcommandPrefixes[Annotated[Returns, subcommand("returns")] | Annotated[Tables, subcommand("table")]]
 
 
 def run(command: Bench) -> None:
-    """Do what was asked for."""
+    """Run the command."""
     if isinstance(command.what, Returns):
         returns(command.what)
     else:
@@ -75,7 +75,7 @@ def run(command: Bench) -> None:
 
 
 def returns(command: Returns) -> None:
-    """Train a suite."""
+    """Train a suite and print its table."""
     tasks = tasks_of(command.suite, command.only, command.version)
     given: dict[str, Any] = {"steps": command.steps, "eval_every": command.eval_every, "device": command.device}
     given["precision"] = None if command.precision == "auto" else command.precision
@@ -91,10 +91,10 @@ def returns(command: Returns) -> None:
 
 
 def tables(command: Tables) -> None:
-    """Show the tables, and write them into the docs if asked to."""
+    """Print the tables; with --docs write them into the page."""
     results = read_results(command.results)
     if not results and command.docs is None:
-        raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")
+        raise T3DError(f"{command.results} holds no results. Make some with: t3d bench returns --suite quick")
     _print_tables(results)
     if command.docs is not None:
         for path in write_docs(results, command.docs):
@@ -109,7 +109,7 @@ def _print_tables(results: dict[SuiteName, list[Result]]) -> None:
             table.add_column(plain(name), justify="left" if column == 0 else "right", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*map(plain, row))
-        # A number that is cut off says nothing: a terminal that is too narrow breaks the line.
+        # In a narrow terminal, wrap lines instead of cutting off numbers.
         console.width = max(
             console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
         )
