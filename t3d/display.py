@@ -144,7 +144,7 @@ class Display:
         before, self._step = self._step, step
         if step // 64 > before // 64:
             now = time.perf_counter()
-            if before < self.random_steps <= step:  # steps with updates are slower: measure the rate anew
+            if before < self.random_steps <= step:  # steps with updates are slower: restart the measurement
                 self._rate, self._marked, self._marked_step = 0.0, now, step
             elif now - self._marked > 2:
                 rate = (step - self._marked_step) / (now - self._marked)

@@ -306,13 +306,13 @@ def _read(descriptor: int, path: Path, most: int, tensors: bool = False) -> byte
     with _os_errors("read", path), os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         # Files in /proc report a size of 0.
-        asked = min(size or 2**20, most) + 1 if size <= most else 0
-        if asked:
+        to_read = min(size or 2**20, most) + 1 if size <= most else 0
+        if to_read:
             _refuse_sparse(descriptor, path)
-        content = file.read(min(asked, MOST_HEADER + 8))
-        if tensors and asked:  # before allocating memory for the rest
+        content = file.read(min(to_read, MOST_HEADER + 8))
+        if tensors and to_read:  # before allocating memory for the rest
             _refuse_other_size(content, size, path)
-        content += file.read(asked - len(content))
+        content += file.read(to_read - len(content))
     if size > most or len(content) > most:
         raise T3DError(f"{path} has {size:,} bytes; the limit is {most:,}.")
     return content

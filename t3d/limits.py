@@ -101,12 +101,12 @@ def short_of_cores(threads: int) -> str | None:
 
 def busy_cores(seconds: float = 0.2) -> float | None:
     """How many cores of this process are busy with other processes; None if unknown."""
-    first, began, own = _idle(), time.monotonic(), time.process_time()
+    first, start, own = _idle(), time.monotonic(), time.process_time()
     time.sleep(seconds)
-    last, ended, own = _idle(), time.monotonic(), time.process_time() - own
+    last, end, own = _idle(), time.monotonic(), time.process_time() - own
     if first is None or last is None:
         return None
-    return max(0.0, cores() - (last - first + own) / (ended - began))
+    return max(0.0, cores() - (last - first + own) / (end - start))
 
 
 def _idle() -> float | None:

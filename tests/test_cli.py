@@ -120,7 +120,7 @@ def test_every_knob_has_an_option(capsys):
 def test_doctor(capsys):
     main(["doctor", "Pendulum-v1", "--steps", "250"])
     text = capsys.readouterr().out
-    assert "Pendulum-v1: gymnasium, because there is no faster path" in text
+    assert "Pendulum-v1: gymnasium, because no faster adapter" in text
     assert "bit-identical to gymnasium.make in 250 steps of 3 environments, 3 ends" in text
     assert "observations: 3 numbers; actions: 1, from -2 to 2" in text
 

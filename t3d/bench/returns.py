@@ -61,9 +61,9 @@ def _trained(task: Task, seeds: int, settings: dict[str, Any], runs: Path, progr
 
 def _refuse_other(run: Run, seeds: int, given: dict[str, Any]) -> None:
     """Raise T3DError if the existing run has other settings."""
-    asked = {"seeds": list(range(seeds)), **given}
-    asked.pop("accelerate", None)  # it changes where nothing can be compiled
-    for name, value in json.loads(json.dumps(asked)).items():  # as config.json has them: lists for tuples
+    requested = {"seeds": list(range(seeds)), **given}
+    requested.pop("accelerate", None)  # it changes where nothing can be compiled
+    for name, value in json.loads(json.dumps(requested)).items():  # as config.json has them: lists for tuples
         if value != "auto" and run.config.get(name) != value:
             raise T3DError(
                 f"{run.path} was started with {name} {run.config.get(name)}, but now it is {value}."

@@ -132,12 +132,12 @@ def returns_table(results: Sequence[Result]) -> TableRows:
             f"{number(float(interquartile_mean(last)))} [{number(low)}, {number(high)}]",
         )
         if with_paper:
-            row += _beside_paper(result, curves[:, best], mean)
+            row += _paper_columns(result, curves[:, best], mean)
         rows.append((*row, f"{result.wall_seconds / 60:.1f}"))
     return rows
 
 
-def _beside_paper(result: Result, scores: NDArray[np.float64], mean: float) -> tuple[str, str, str]:
+def _paper_columns(result: Result, scores: NDArray[np.float64], mean: float) -> tuple[str, str, str]:
     paper, later = PAPER.get(result.task), LATER.get(result.task)
     if paper is None:
         return "–", "–", "–"

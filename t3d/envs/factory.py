@@ -221,23 +221,23 @@ class EnvFactory:
     def path(self) -> tuple[Adapter, str]:
         """Return the adapter for these environments without workers, and the reason."""
         if self.real:
-            return "gymnasium", "it is real"
+            return "gymnasium", "it is a real environment"
         if self.from_python:
-            return "gymnasium", "it is made by a function in Python"
+            return "gymnasium", "it is a Python object"
         if self._is_envpool:
-            return "envpool", "its id says so"
+            return "envpool", "its id starts with envpool/"
         plain = str(self.env).rpartition(":")[2]
         spec = gymnasium.registry.get(plain)
         ours = plain in TASKS and spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         if not ours:
-            return "gymnasium", "there is no faster path for it"
+            return "gymnasium", "no faster adapter supports it"
         if self.args:
-            return "gymnasium", "it has arguments of its own"
+            return "gymnasium", "it has arguments"
         if self.pixels:
-            return "gymnasium", "it is seen in images"
+            return "gymnasium", "its observations are rendered"
         if find_spec("mujoco.batch") is None:
             return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
-        return "mujoco.batch", "it is bit-identical to Gymnasium there"
+        return "mujoco.batch", "it is faster and bit-identical to Gymnasium"
 
     def training_batch(
         self, count: int, episode_seed: EpisodeSeed, workers: int = 0, worker_timeout: float = 60.0

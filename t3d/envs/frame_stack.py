@@ -78,13 +78,13 @@ class FrameStackBatch:
             raise
 
     def _stacked(self, result: StepResult, active: Flags | None) -> StepResult:
-        valid, begun = result.valid, result.begun(active)
+        valid, new_episode = result.valid, result.begun(active)
         self._frames[valid, :-1] = self._frames[valid, 1:]
         self._frames[valid, -1] = result.final_obs[valid][:, self._frame_stack.pixels]
         final_obs = self._frame_stack.seen(self._frames, result.final_obs)
-        if not begun.any():
+        if not new_episode.any():
             return result._replace(obs=final_obs.copy(), final_obs=final_obs)
-        self._frames[begun] = result.obs[begun][:, None, self._frame_stack.pixels]
+        self._frames[new_episode] = result.obs[new_episode][:, None, self._frame_stack.pixels]
         return result._replace(obs=self._frame_stack.seen(self._frames, result.obs), final_obs=final_obs)
 
     def close(self) -> None:
