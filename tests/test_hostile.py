@@ -255,7 +255,7 @@ def test_a_manifest_with_nan_for_a_step(run, capsys):
     path = crafted.newest(run) / "manifest.json"
     path.write_text(path.read_text().replace('"step": 150', '"step": NaN'))
     t3d.resume(run)
-    assert "NaN is no number" in capsys.readouterr().out
+    assert "NaN is not a number" in capsys.readouterr().out
 
 
 def filled(name, value, dtype=None):
@@ -530,11 +530,11 @@ def test_files_of_two_runs_are_not_mixed(run, tmp_path):
     policy = run / "policies" / "best-seed-0.safetensors"
     before = policy.read_bytes()
     policy.write_bytes((other / "policies" / policy.name).read_bytes())
-    with pytest.raises(T3DError, match="policy of another run"):
+    with pytest.raises(T3DError, match="policy of a different run"):
         t3d.load(run)
     policy.write_bytes(before)
     shutil.copy(other / "config.json", run / "config.json")
-    with pytest.raises(T3DError, match="another run"):
+    with pytest.raises(T3DError, match="a different run"):
         t3d.load(run)
     with pytest.raises(T3DError, match=r"no checkpoint of .* is whole"):
         t3d.resume(run, steps=200, progress=False)
@@ -545,7 +545,7 @@ def test_rows_of_seeds_that_a_run_does_not_have(run):
         rows[0]["seed"] = 77
 
     crafted.metrics(run, change)
-    with pytest.raises(T3DError, match="speaks of the seed 77"):
+    with pytest.raises(T3DError, match="has a row of seed 77"):
         t3d.Run.open(run).metrics  # noqa: B018
 
 
@@ -596,7 +596,7 @@ def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch)
         return turn(state, *arguments)
 
     monkeypatch.setattr(t3d.trainer, "turn", swapped)
-    with pytest.raises(T3DError, match="is another folder than before: it was moved or replaced"):
+    with pytest.raises(T3DError, match="is a different folder than before: it was moved or replaced"):
         t3d.train("Pendulum-v1", out=path, **KNOBS)
     assert tree(victim) == before
 
@@ -689,7 +689,7 @@ def test_a_run_shows_itself_in_plain_text(run):
 def test_braces_in_the_name_of_a_run_that_is_in_use(source, tmp_path):
     shutil.copytree(source, tmp_path / "run-{best}")
     run = Run(tmp_path / "run-{best}")
-    with run.lock(), pytest.raises(T3DError, match=r"run-\{best\} is being written by process"):
+    with run.lock(), pytest.raises(T3DError, match=r"run-\{best\} is locked by process"):
         Run(run.path).lock()
 
 

@@ -187,7 +187,7 @@ def test_a_vector_environment_made_by_its_id(tmp_path):
 
 def test_a_vector_environment_of_the_wrong_size(tmp_path):
     vector = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 3)
-    with pytest.raises(t3d.T3DError, match="has 3 environments, and seeds times num_envs is 2"):
+    with pytest.raises(t3d.T3DError, match="has 3 environments, but seeds times num_envs is 2"):
         t3d.train(vector, steps=90, seeds=2, out=tmp_path / "run", **SMALL)
 
 

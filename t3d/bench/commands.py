@@ -79,7 +79,7 @@ def tables(command: Tables) -> None:
     """Print the tables. With --docs, write them into a page too."""
     results = read_results(command.results)
     if not results and command.docs is None:
-        raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")
+        raise T3DError(f"{command.results} holds no results. Make some with: t3d bench returns --suite quick")
     _print_tables(results)
     if command.docs is not None:
         for path in write_docs(results, command.docs):
@@ -94,7 +94,7 @@ def _print_tables(results: dict[SuiteName, list[Result]]) -> None:
             table.add_column(plain(name), justify="left" if column == 0 else "right", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*map(plain, row))
-        # A number that is cut off says nothing: a terminal that is too narrow breaks the line.
+        # In a narrow terminal, wrap lines instead of cutting off numbers.
         console.width = max(
             console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
         )
