@@ -23,9 +23,9 @@ from t3d.config import (
     Preset,
     check_ranges,
     from_values,
-    refuse_hardware,
     refuse_more_than_one,
-    refuse_too_many,
+    refuse_open,
+    refuse_unusable,
     resolve,
 )
 from t3d.custom_network import as_network, own_network
@@ -98,6 +98,7 @@ def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True)
     """Train what is set up, in a new run folder."""
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
+    here = Path.cwd()  # an environment may change the working directory
     config, count = setup.config, len(setup.seeds)
     factory = setup.factory.seen(config.pixels, config.frame_stack)
     if config.real_env or factory.real:
@@ -107,7 +108,7 @@ def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True)
         config = resolve(replace(config, real_env=factory.real), setup.preset, factory.name, count)
         refuse_misfits(setup, config)
         display = make_display(config, setup.seeds, progress)
-        with Trainer.create(replace(setup, factory=factory, config=config), out, display) as trainer:
+        with Trainer.create(replace(setup, factory=factory, config=config), out, display, here) as trainer:
             for line in headline(trainer, setup.preset):
                 display.say(line)
             for sentence in files.promises_off():
@@ -192,11 +193,10 @@ def changed_config(run: Run, given: dict[str, Any]) -> Config:
     config = from_values({k: v for k, v in run.config.items() if k not in NOT_SETTINGS}, Config(), where)
     changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
     check_ranges(config)
-    check_ranges(changed)
+    refuse_open(config, where)
     if changed.steps < config.steps:
         raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
-    refuse_hardware(changed)
-    refuse_too_many(changed, len(run.seeds))
+    refuse_unusable(changed, len(run.seeds))
     return changed
 
 

@@ -31,6 +31,7 @@ from t3d.envs import EnvFactory, env_factory, refuse_paths
 from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
+from t3d.errors import command as shell_command
 from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
 from t3d.learners import hardware
 from t3d.limits import cores
@@ -361,7 +362,8 @@ def conclude(run: Run) -> None:
     console.print("Next:")
     more = {} if run.config.get("real_env") else {"episodes": 100}
     console.print(f"  {run.command('evaluate', **more)}")
-    console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"')
+    code = f"import t3d; print(t3d.load({str(run.path)!r}))"
+    console.print(f"  {python} -c {shlex.quote(code)}")
 
 
 def _refuse_functions(values: dict[str, Any], where: Path) -> None:
@@ -385,7 +387,8 @@ def _env_in(config: Path) -> str:
     _refuse_functions(values, config)
     if ":" in env:
         raise T3DError(
-            f"{config} imports a module for {env}; if you trust that module, type it: t3d train {env} --config {config}"
+            f"{config} imports a module for {env}; if you trust that module, type it: "
+            + shell_command("train", env, "--config", config)
         )
     return env
 

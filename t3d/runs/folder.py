@@ -46,25 +46,25 @@ NOT_SETTINGS = (
     "preset",
     "versions",
 )  # entries of config.json that are not options
+COPIES = range(2, 1000)  # of runs that begin in the same second
 Which = Literal["best", "last"]
 
 
-def claim(out: str | Path | None, env: str) -> Path:
-    """Make a new run folder; refuse one that is in use."""
+def claim(out: str | Path | None, env: str, base: Path) -> "Run":
+    """Make a new run folder below `base`; refuse one that is in use."""
     stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', env)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, count = Path("runs", stem) if out is None else Path(out), 1
-    while True:
+    paths = [Path(out)] if out is not None else [Path("runs", stem + more) for more in ("", *map("-{}".format, COPIES))]
+    for path in paths:
         try:
-            path.mkdir(parents=True)
-            return path
+            (base / path).mkdir(parents=True)
+            return Run(path, base)
         except FileExistsError:
             if out is not None:
-                refuse_used(path)
-                return path
-            count += 1
-            path = Path("runs", f"{stem}-{count}")
+                refuse_used(base / path)
+                return Run(path, base)
         except (OSError, ValueError) as error:
             raise T3DError(f"cannot make the folder {path}: {getattr(error, 'strerror', error)}.") from error
+    raise T3DError(f"cannot make the folder {paths[0]}: runs is no folder, or full of runs of this second; give --out.")
 
 
 def refuse_used(path: Path) -> None:
@@ -109,9 +109,9 @@ def _never_started(folder: Folder) -> bool:
 class Run:
     """A run folder, of a running or a finished run."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, base: Path | None = None) -> None:
         self.path = Path(path)
-        self._absolute = Path.cwd() / self.path  # an environment may change the working directory
+        self._absolute = (base or Path.cwd()) / self.path  # an environment may change the working directory
         self._identity: Identity | None = None  # of the locked folder, to detect that it was replaced
         self.log = Metrics(self.path, self.folder)
 
@@ -159,7 +159,8 @@ class Run:
         with self.folder() as folder:
             newest = newest_manifest(folder, len(self.seeds), self.identity)
         rows, seeds = self.log.rows(newest.metrics if newest else None), set(self.seeds)
-        if strange := next((row["seed"] for row in rows if row["seed"] not in seeds), None):
+        strange = next((row["seed"] for row in rows if row["seed"] not in seeds), None)
+        if strange is not None:
             raise T3DError(f"{self.log.path} has a row of seed {strange}, but the run has no such seed.")
         return rows
 
@@ -234,6 +235,15 @@ class Run:
             f" {self.command('evaluate')}"
         )
 
+    def refuse_lost_checkpoints(self) -> None:
+        """Refuse to start again over the rows of a run whose checkpoints are gone: the first is older than any row."""
+        if rows := self.metrics:
+            reached = max(row["step"] for row in rows)
+            raise T3DError(
+                f"{self.path} has rows of metrics up to step {reached:,} and no checkpoint: they were removed."
+                f" There is nothing to continue from. Its policies can still be used: {self.command('evaluate')}"
+            )
+
     def command(self, verb: Literal["resume", "evaluate"], **options: Any) -> str:
         """The command that resumes or evaluates this run; a Python call if it needs a Python object."""
         config = self.config
@@ -263,7 +273,7 @@ class Run:
 
     def begin(self, config: dict[str, Any]) -> None:
         """Start a new run: make the folders, metrics.jsonl and config.json."""
-        refuse_used(self.path)  # again, under the lock: another process may have been faster
+        refuse_used(self._absolute)  # again, under the lock: another process may have been faster
         with self.folder() as folder:
             for name in ("policies", "report"):
                 with folder.inside(name, make=True):
