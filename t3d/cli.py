@@ -37,9 +37,9 @@ from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.normalizer import Scaling
 from t3d.policy import Policy
+from t3d.recorder import versions
 from t3d.run_state import RunSetup
 from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
-from t3d.runs.recorder import versions
 
 
 @dataclass(frozen=True)
