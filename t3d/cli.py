@@ -49,9 +49,9 @@ from t3d.options import (
 )
 from t3d.options import parse as parse_options
 from t3d.policy import Policy
+from t3d.recorder import versions
 from t3d.run_state import RunSetup
 from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
-from t3d.runs.recorder import versions
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from t3d.errors import T3DError, shown
 from t3d.evaluate.async_evaluator import make_evaluator, resolve_async_eval
 from t3d.evaluate.evaluator import AnyEvaluator, Evaluator, NoEvaluator, PolicySnapshot
 from t3d.learners import CannotCompile, Learner, hardware, make_learner
+from t3d.recorder import Recorder, Row, about, describe, finite
 from t3d.run_state import (
     RunSetup,
     RunState,
@@ -44,7 +45,6 @@ from t3d.run_state import (
 )
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import CHANGEABLE, Run, claim
-from t3d.runs.recorder import Recorder, Row, about, describe, finite
 
 Floats = NDArray[np.float32]
 MOST_STEPS = 64  # between two looks at the clock, the display and the checkpoints
