@@ -15,4 +15,4 @@ from t3d.policy import Policy
 from t3d.runs.folder import Run
 
 __all__ = ["T3D", "Actor", "Critic", "Network", "Policy", "ReplayBuffer", "Run", "T3DError", "load", "resume", "train"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
