@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST_TESTS = [f"tests/test_{name}.py" for name in ("steps", "networks", "optim", "replay", "oracle", "training")]
+FAST_TESTS = [f"tests/test_{name}.py" for name in ("steps", "networks", "optim", "replay", "oracle", "trainer")]
 
 STEPS, NETWORKS, OPTIM = "steps.py", "networks.py", "optim.py"
 DELAYED_TARGETS = """
-        update_target_actor(agent, options.tau)  # [step 14]
-        update_target_critic(agent, options.tau)  # [step 15]
+        update_target_actor(agent, hp.tau)  # [step 14]
+        update_target_critic(agent, hp.tau)  # [step 15]
 """
 BEFORE_STEP_12 = "    metrics = update_critic("
 NO_SMOOTHING = (STEPS, "(scale * noise).clamp(-clip, clip)", "0 * noise")
@@ -30,7 +30,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "no minimum": [(STEPS, "q.amin(0)", "q[0]")],
     "mean instead of minimum": [(STEPS, "q.amin(0)", "q.mean(0)")],
     "maximum instead of minimum": [(STEPS, "q.amin(0)", "q.amax(0)")],
-    "no delay": [(STEPS, "if delayed:", "if True:")],
+    "no delay": [(STEPS, "if policy_step:", "if True:")],
     "targets not delayed": [(STEPS, DELAYED_TARGETS, DELAYED_TARGETS.replace("        ", "    "))],
     "no smoothing": [NO_SMOOTHING],
     "unclipped noise": [(STEPS, ".clamp(-clip, clip)", "")],
@@ -38,7 +38,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "done ignored": [(STEPS, "discount * (1 - terminated) * target_q", "discount * target_q")],
     "truncation as done": [
         (
-            "training.py",
+            "trainer.py",
             "after, terminated, truncated, valid)",
             "after, terminated | truncated, truncated, valid)",
         )
@@ -57,7 +57,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
     "tau swapped with 1 - tau": [(OPTIM, "lerp_(online[name], tau)", "lerp_(online[name], 1 - tau)")],
     "targets moved before the step": [
         (STEPS, DELAYED_TARGETS, "\n"),
-        (STEPS, BEFORE_STEP_12, "    if delayed:" + DELAYED_TARGETS + BEFORE_STEP_12),
+        (STEPS, BEFORE_STEP_12, "    if policy_step:" + DELAYED_TARGETS + BEFORE_STEP_12),
     ],
     "reward scaled": [(STEPS, "return reward + (", "return 0.1 * reward + (")],
     "discount squared": [(STEPS, "(discount * (1", "(discount**2 * (1")],
