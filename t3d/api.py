@@ -30,7 +30,7 @@ from t3d.config import (
 )
 from t3d.custom_network import as_network, own_network
 from t3d.display import Display
-from t3d.envs import Maker, env_factory, refuse_paths
+from t3d.envs import EnvFactory, Maker, env_factory, refuse_paths
 from t3d.errors import T3DError, command, nearest, shown
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.policy import Policy, read_policy
@@ -159,17 +159,9 @@ def resume(
         config = changed_config(run, given)
         display = make_display(config, run.seeds, progress)
         refuse_other_sizes(run, config, display.say)
-        if run.config.get("callable") and env is None:
-            raise T3DError(
-                f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
-                " bring back; use t3d.resume(run, env=...) from Python."
-            )
         own = own_network(run.config.get("network"), network, f"{run.path}")
         module = saved_algorithm(run.config.get("algorithm"), algorithm, f"{run.path}")
-        if not allow_env_args:
-            refuse_paths(run.config["env_args"], str(run.path / "config.json"))
-        named = run.config["env"] if env is None else env
-        factory = env_factory(named, run.config["env_args"], tuple(allow_modules), eval_env)
+        factory = saved_factory(run, env, eval_env, tuple(allow_modules), allow_env_args)
         if factory.real and not config.real_env:
             raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
         factory = factory.seen(config.pixels, config.frame_stack)
@@ -185,6 +177,25 @@ def resume(
                 else:
                     drive(trainer)
     return run
+
+
+def saved_factory(
+    run: Run,
+    env: Any,
+    eval_env: str | Maker | None,
+    allowed_modules: tuple[str, ...],
+    allow_env_args: bool,
+) -> EnvFactory:
+    """The environments of a run: those that config.json names, or `env`, which only Python can give."""
+    config = run.config
+    if config.get("callable") and env is None:
+        raise T3DError(
+            f"{run.path}: the environment {config['env']} was made by a function in Python, which no file can bring"
+            " back; use t3d.resume(run, env=...) from Python."
+        )
+    if not allow_env_args:
+        refuse_paths(config["env_args"], str(run.path / "config.json"))
+    return env_factory(config["env"] if env is None else env, config["env_args"], allowed_modules, eval_env)
 
 
 def changed_config(run: Run, given: dict[str, Any]) -> Config:

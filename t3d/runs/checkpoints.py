@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,28 @@ KEPT = 2  # checkpoints to keep: the older one is used if the newest is damaged
 PARITY = ".parity"  # the suffix of a segment's parity file
 MOST_SEGMENTS = 64  # more are merged,
 LARGE = 2**29  # into at most twice as many bytes, because a merge loads them into memory
+
+
+@dataclass
+class Snapshot:
+    """A copy of a run at one step, to be written while training continues."""
+
+    step: int
+    state: dict[str, Tensor]
+    rows: list[Tensor]  # of each ring, the new ones
+    first: list[int]
+    last: list[int]
+    capacities: list[int]
+    mark: Mark
+    copied: Any  # a CUDA event after the copies, or None
+
+    def to_host(self) -> None:
+        """Wait for the copies, and for nothing that was started later."""
+        if self.copied is not None:
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                torch.cuda.current_stream().wait_event(self.copied)
+                self.state = {name: tensor.cpu() for name, tensor in self.state.items()}
+                self.rows = [tensor.cpu() for tensor in self.rows]
 
 
 class Checkpoints:
@@ -110,7 +133,8 @@ class Checkpoints:
         if memory.rows.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._writing = self._worker.submit(self._write, step, copy, rows, first, stored, capacities, mark, copied)
+        snapshot = Snapshot(step, copy, rows, first, stored, capacities, mark, copied)
+        self._writing = self._worker.submit(self._write, snapshot)
 
     def _drop_segments(self, stored: list[int], capacities: list[int]) -> None:
         """Drop segments without current rows. If another one is missing, drop all: all rows are written again."""
@@ -134,38 +158,21 @@ class Checkpoints:
     def close(self) -> None:
         self._worker.shutdown(wait=True)
 
-    def _write(
-        self,
-        step: int,
-        state: Mapping[str, Tensor],
-        rows: list[Tensor],
-        first: list[int],
-        last: list[int],
-        capacities: list[int],
-        mark: Mark,
-        copied: Any,
-    ) -> None:
-        if copied is not None:
-            # On a separate stream, which waits for the copies but not for later work.
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-                torch.cuda.current_stream().wait_event(copied)
-                state = {name: tensor.cpu() for name, tensor in state.items()}
-                rows = [tensor.cpu() for tensor in rows]
-        segments = list(self.segments)
+    def _write(self, new: Snapshot) -> None:
+        new.to_host()
+        segments, step = list(self.segments), new.step
         with self._folder("replay") as replay:
-            if first != last:
+            if new.first != new.last:
                 name = _free_name(replay, f"step-{step}")
-                segments.append(_write_segment(replay, name, dict(enumerate(rows)), first, last))
+                segments.append(_write_segment(replay, name, dict(enumerate(new.rows)), new.first, new.last))
             if len(segments) > MOST_SEGMENTS:
                 segments = self._merge(replay, step, segments)
         with self._folder("checkpoints", f"step-{step}") as folder:
             # A run may be saved twice at one step: replacing the manifest switches to the new state file atomically.
             name = _free_name(folder, "state")
-            saved = folder.write(name, files.pack(state))
-            folder.write_json(
-                manifests.NAME,
-                Manifest(self.run.identity, step, name, saved, segments, capacities, mark, self.about).to_json(),
-            )
+            saved = folder.write(name, files.pack(new.state))
+            about = saved, segments, new.capacities, new.mark, self.about
+            folder.write_json(manifests.NAME, Manifest(self.run.identity, step, name, *about).to_json())
             if folder.sha256(name) != saved.sha256:
                 raise T3DError(f"{folder.path} does not hold the data that was written: the disk is unreliable.")
         with self._folder("checkpoints") as checkpoints:
