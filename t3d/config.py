@@ -283,8 +283,8 @@ def refuse_conflicts(config: Config) -> None:
         )
     if config.random_steps >= config.steps:
         raise T3DError(
-            f"--random-steps {config.random_steps:,} must be less than --steps {config.steps:,}: updates start after"
-            " the random steps."
+            f"--random-steps {config.random_steps:,} must be less than --steps {config.steps:,}: the other steps are"
+            " for the actor."
         )
     if config.her and config.n_step > 1:
         raise T3DError("--her needs --n-step 1: the rewards within an n-step return depend on the goal.")
