@@ -137,6 +137,7 @@ def trials(each, seed=0, kinds=KINDS):
         shutil.copytree(source, spare)
         usual: list[str] = []
         whole = values_of(spare, usual)
+        assert whole["resume"]  # what was restored is compared too
         for kind in kinds:
             table[kind] = dict.fromkeys(OUTCOMES, 0)
             for number in range(each):
