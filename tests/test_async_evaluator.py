@@ -26,7 +26,7 @@ from t3d.evaluate.evaluator import Evaluation, Evaluator, PolicySnapshot
 from t3d.networks import MLP
 
 SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
-GONE = r"evaluations have no subprocess \({}.*\): they take turns with training."
+GONE = r"the evaluation subprocess is not available \({}.*\): evaluations pause training from now on."
 
 
 def evaluations(run):
