@@ -150,7 +150,7 @@ def test_steps_and_updates_count_in_all_environments(count):
 def test_environments_of_a_seed_differ_in_seed_and_noise():
     config = resolve(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
     trainer = Trainer.in_memory(RunSetup(env_factory("Pendulum-v1"), [0, 1], config))
-    action = trainer.act()()
+    action = trainer.start_acting()()
     assert len(np.unique(trainer.state.collector.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 
 
