@@ -5,7 +5,7 @@ environment step, so nothing here has a state of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -84,4 +84,4 @@ def one_seed(agent: Agent, k: int) -> Agent:
         # Weights are (S, in, out) or (2, S, in, out); counters and seeds are (S,).
         return value.narrow(max(value.dim() - 3, 0), k, 1)
 
-    return Agent(**{field.name: view(getattr(agent, field.name)) for field in fields(agent)})
+    return replace(agent, **{field.name: view(getattr(agent, field.name)) for field in fields(agent)})

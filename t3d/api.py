@@ -1,6 +1,5 @@
 """The Python surface: `t3d.train`, `t3d.resume` and `t3d.load`. The command line calls the same functions."""
 
-import os
 import signal
 import sys
 import threading
@@ -279,21 +278,10 @@ def draw(run: Run, say: Callable[[str], None]) -> None:
         say(f"The learning curve was not drawn: {problem}")
 
 
-class SignalStop(Stop):
-    """Whether a signal has asked to stop, and which."""
-
-    signal: int | None = None
-
-    def ask(self, number: int, _: Any) -> None:
-        if self.requested:
-            os._exit(128 + number)  # asked twice: at once; the last checkpoint is whole
-        self.requested, self.signal = True, number
-
-
 @contextmanager
-def stopping() -> Iterator[SignalStop]:
+def stopping() -> Iterator[Stop]:
     """Ctrl-C and SIGTERM ask to stop; the step is finished and everything saved."""
-    stop = SignalStop()
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

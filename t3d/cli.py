@@ -1,21 +1,22 @@
 """The command line: `t3d train`, `resume`, `evaluate`, `doctor`, `bench returns`, `bench table`.
 
-Options are the fields of the dataclasses below and of `config.Config`. What is wrong with the input is said
-in one sentence, with exit code 2 and no traceback.
+The options are the fields of the dataclasses below and of `config.Config`. Wrong input ends with exit code 2 and one
+sentence, without a traceback.
 """
 
+import inspect
+import io
 import json
 import os
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
+from contextlib import closing, redirect_stderr
 from dataclasses import dataclass, field, replace
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 import t3d
 from t3d import api, bench
+from t3d.bench.commands import Returns, Tables
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
 from t3d.envs import EnvFactory, env_factory, refuse_paths
@@ -36,6 +38,7 @@ from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
 from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.normalizer import Scaling
+from t3d.options import HELP, Group, Shown, check, command_list, help_page, options_of, whole_number
 from t3d.policy import Policy
 from t3d.run_state import RunSetup
 from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
@@ -44,125 +47,122 @@ from t3d.runs.recorder import versions
 
 @dataclass(frozen=True)
 class Train:
-    """Train T3D on an environment.
+    """Train TD3 on an environment.
 
-    For example: t3d train Pendulum-v1
-                 t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
+    Examples:
+      t3d train Pendulum-v1
+      t3d train HalfCheetah-v5 --seeds 5 --steps 3e5
 
-    --env.KEY VALUE hands KEY to the environment (as JSON, else as a string).
+    [step N] is the step of the algorithm that uses an option, as in
+    docs/fifteen-steps.md.
     """
 
-    env: Positional[Annotated[str, arg(metavar="ENV", help_behavior_hint="")]] = ""
+    env: Positional[Annotated[str, Group.COMMON, Shown("ENV")]] = ""
     """Id of a Gymnasium environment with continuous actions, or module:Id."""
-    seeds: Annotated[tuple[int, ...], arg(metavar="N | K K ...", help_behavior_hint="(default: 1)")] = ()
-    """One number N trains the seeds 0 to N-1 side by side; two or more are the seeds themselves."""
-    seed: Annotated[int | None, arg(metavar="K", help_behavior_hint="")] = None
-    """The one seed K."""
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/ENV-TIME)")] = None
-    """The run folder, new or empty."""
-    preset: Preset = "td3"
-    """Where defaults come from: td3, the authors' code since 2019; paper, that of 2018; documents."""
-    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Take the settings from a run's config.json; what is typed beside it goes first."""
-    allow_env_args: bool = False
-    """Hand the environment what that file says, also where it looks like a path or a module."""
-    settings: Annotated[Config, arg(name="")] = field(default_factory=Config)
-    env_args: Suppress[dict[str, Any]] = field(default_factory=dict)
+    seeds: Annotated[tuple[int, ...], Group.COMMON, Shown("N | K K ...", default="1")] = ()
+    """One number N trains the seeds 0 to N-1 in parallel. Two or more numbers are the seeds themselves."""
+    settings: Annotated[Config, arg(name=""), Group.ALGORITHM] = field(default_factory=Config)
+    out: Annotated[Path | None, Group.COMMON, Shown("DIR", default="runs/ENV-TIME")] = None
+    """Run folder. It must be new or empty."""
+    preset: Annotated[Preset, Group.COMMON] = "td3"
+    """Source of the defaults. td3: the authors' code since 2019. paper: the TD3 paper of 2018. documents: the
+    T3D documents."""
+    seed: Annotated[int | None, Group.RUN, Shown("K")] = None
+    """Train the single seed K."""
+    config: Annotated[Path | None, Group.RUN, Shown("FILE")] = None
+    """Read the options from the config.json of a run. Options on the command line take precedence."""
+    allow_env_args: Annotated[bool, Group.RUN] = False
+    """With --config: accept arguments for the environment that look like a path or a module."""
+    env_args: Suppress[Annotated[dict[str, Any], Group.ENVIRONMENT, Shown(invocation="--env.KEY VALUE")]] = field(
+        default_factory=dict
+    )
+    """Pass KEY to the environment. VALUE is JSON, else a string."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on with a run that was stopped, killed, or is to be longer.
+    """Continue a run that stopped, or extend a finished run.
 
-    From its newest whole checkpoint, bit for bit as if nothing had happened.
+    The run continues from its newest complete checkpoint. The results are
+    bit-identical to those of a run that never stopped.
     """
 
-    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    run: Positional[Annotated[Path, Shown("RUN")]]
     """The run folder."""
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as it was)")] = None
-    """Environment steps for each seed in all; more than before make the run longer."""
-    on_env_error: Annotated[
-        Literal["stop", "cut"] | None, arg(metavar="{stop,cut}", help_behavior_hint="(default: as it was)")
-    ] = None
-    """When a step of an environment fails: save and stop, or end its episode as truncated and go on."""
-    max_env_errors: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as it was)")] = None
-    """Failed steps after which a run stops although they are cut."""
-    allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
-    """Modules that may be imported to make the environment, if the run names one."""
+    steps: Annotated[int | None, Shown("INT", default="as before")] = None
+    """Environment steps per seed in total. More steps than before extend the run."""
+    on_env_error: Annotated[Literal["stop", "cut"] | None, Shown("{stop,cut}", default="as before")] = None
+    """When an environment step fails: stop saves the run and exits; cut truncates the episode and continues."""
+    max_env_errors: Annotated[int | None, Shown("INT", default="as before")] = None
+    """Number of failed steps after which --on-env-error cut stops the run too."""
+    allow_module: Annotated[tuple[str, ...], Shown("NAME ...")] = ()
+    """Modules that may be imported to create the environment."""
     allow_env_args: bool = False
-    """Hand the environment what the run's file says, also where it looks like a path or a module."""
+    """Accept arguments for the environment in config.json that look like a path or a module."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Play noise-free episodes with the policies of a run.
+    """Evaluate the policies of a run, without exploration noise.
 
-    Asked for the episodes of training, it gives the recorded scores again.
+    With as many episodes as in training, the returns are those recorded in
+    training.
     """
 
-    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    run: Positional[Annotated[Path, Shown("RUN")]]
     """The run folder."""
     policy: Which = "best"
-    """Each seed's policy at its best evaluation, or at the last one."""
-    seed: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: every seed)")] = None
-    """The one seed K."""
-    episodes: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: as in training)")] = None
-    """Episodes for each seed."""
-    allow_module: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")] = ()
-    """Modules that may be imported to make the environment, if the run names one."""
+    """Each seed's policy at its best evaluation, or at its last one."""
+    seed: Annotated[int | None, Shown("K", default="every seed")] = None
+    """Evaluate the single seed K."""
+    episodes: Annotated[int | None, Shown("INT", default="as in training")] = None
+    """Episodes per seed."""
+    allow_module: Annotated[tuple[str, ...], Shown("NAME ...")] = ()
+    """Modules that may be imported to create the environment."""
     allow_env_args: bool = False
-    """Hand the environment what the run's file says, also where it looks like a path or a module."""
+    """Accept arguments for the environment in config.json that look like a path or a module."""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say how environments are stepped here, why, and whether exactly.
+    """Show how environments are stepped, and compare the steps with Gymnasium's.
 
-    Without ENV it looks at all MuJoCo tasks of Gymnasium.
+    Without ENV, all MuJoCo tasks of Gymnasium are checked.
     """
 
-    env: Positional[Annotated[tuple[str, ...], arg(metavar="ENV ...", help_behavior_hint="")]] = ()
-    """Ids of environments."""
+    env: Positional[Annotated[tuple[str, ...], Shown("ENV ...")]] = ()
+    """Environment ids."""
     steps: int = 1_000
-    """Steps with random actions, compared with gymnasium.make bit for bit."""
+    """Steps with random actions that are compared bit for bit with gymnasium.make."""
 
 
 Command = Train | Resume | Evaluate | Doctor | bench.Bench
 MOST_FILLED = 2**28  # bytes of copies that stand in for seeds that were not asked for
-COMMANDS = {"train": Train, "resume": Resume, "evaluate": Evaluate, "doctor": Doctor, "bench": bench.Bench}
+COMMANDS: dict[str, Any] = {
+    "train": Train,
+    "resume": Resume,
+    "evaluate": Evaluate,
+    "doctor": Doctor,
+    "bench": {"returns": Returns, "table": Tables},
+}
+_ABOUT = {
+    "t3d": "T3D: Twin Delayed DDPG (TD3) in fifteen steps.",
+    "t3d bench": inspect.cleandoc(bench.Bench.__doc__ or ""),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 0, with 2 where the input was wrong, with 130 on Ctrl-C."""
+    """Run a command. The exit code is 0, 2 for wrong input, and 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no "±" shows "?" and goes on
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "±" shows "?"
     if arguments == ["--version"]:
         open_console().print(f"t3d {t3d.__version__}")
         return
     warnings.showwarning = show_warning  # type: ignore[assignment]
     try:
-        command = parse(arguments)
-        if isinstance(command, Train):
-            train(command)
-        elif isinstance(command, Resume):
-            conclude(
-                api.resume(
-                    command.run,
-                    command.steps,
-                    on_env_error=command.on_env_error,
-                    max_env_errors=command.max_env_errors,
-                    allow_modules=command.allow_module,
-                    allow_env_args=command.allow_env_args,
-                )
-            )
-        elif isinstance(command, Evaluate):
-            evaluate(command)
-        elif isinstance(command, Doctor):
-            doctor(command)
-        else:
-            bench.run(command)
+        run_command(parse(arguments))
     except T3DError as error:
         complain(str(error))
         sys.exit(2)
@@ -170,8 +170,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
+def run_command(command: Command) -> None:
+    """Run a command with its options."""
+    if isinstance(command, Train):
+        train(command)
+    elif isinstance(command, Resume):
+        conclude(
+            api.resume(
+                command.run,
+                command.steps,
+                on_env_error=command.on_env_error,
+                max_env_errors=command.max_env_errors,
+                allow_modules=command.allow_module,
+                allow_env_args=command.allow_env_args,
+            )
+        )
+    elif isinstance(command, Evaluate):
+        evaluate(command)
+    elif isinstance(command, Doctor):
+        doctor(command)
+    else:
+        bench.run(command)
+
+
 def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """A warning as one sentence; only what is wrong in somebody's program names the line of it."""
+    """Print a warning as one sentence. Warnings of other packages are printed with their line of code."""
     if issubclass(category, T3DWarning):
         complain(str(message))
     else:
@@ -179,22 +202,77 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any) -
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command and its options; a preset or a config file sets the defaults that the others are seen beside."""
-    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        word, known = arguments[0], ", ".join(COMMANDS)
-        raise T3DError(f"there is no command '{word}'; there are {known}.{nearest(word, COMMANDS)}")
-    arguments, env_args = _take_env_args(arguments)
-    default = _train_defaults(arguments) if arguments[0] == "train" else Train()
+    """The command with its options. A preset or a config file sets the defaults of `train`.
+
+    `check` refuses wrong input before tyro parses it: its sentences name the options of this command only.
+    """
+    if arguments[0].startswith("--tyro-"):  # shell completion
+        return _read(Train(), arguments)
+    prog, command, words = _find(arguments)
+    env_args: dict[str, Any] = {}
+    if command is Train:
+        words, env_args = _take_env_args(words)
+    if any(word in HELP for word in words):
+        values = _train_defaults(words) if command is Train else None
+        _print_help(help_page(prog, command, options_of(command, values), _width()))
+    check(prog, options_of(command), words)
+    default = _train_defaults(words) if command is Train else Train()
+    try:
+        with redirect_stderr(io.StringIO()):
+            parsed = _read(default, [*prog.split()[1:], *words])
+    except SystemExit:  # tyro refused what `check` let pass
+        raise T3DError(f'"{prog}" cannot read {shlex.join(words)}. All options: {prog} --help') from None
+    return replace(parsed, env_args=env_args) if isinstance(parsed, Train) else parsed
+
+
+def _read(default: Train, arguments: list[str]) -> Command:
+    """The command as tyro reads it; `default` has the defaults of `train`."""
     choice: Any = Annotated[Train, subcommand("train", default=default)]
     choice |= Annotated[Resume, subcommand("resume")] | Annotated[Evaluate, subcommand("evaluate")]
     choice |= Annotated[Doctor, subcommand("doctor")] | Annotated[bench.Bench, subcommand("bench")]
     with _whole_numbers():
-        command: Command = tyro.cli(choice, prog="t3d", description=_DESCRIPTION, args=arguments)
-    return replace(command, env_args=env_args) if isinstance(command, Train) else command
+        command: Command = tyro.cli(choice, prog="t3d", args=arguments)
+    return command
+
+
+def _find(arguments: list[str]) -> tuple[str, Any, list[str]]:
+    """The command, as in "t3d bench returns", its dataclass, and the words after it."""
+    prog, found, words = "t3d", COMMANDS, list(arguments)
+    while isinstance(found, dict):
+        word = words.pop(0) if words else ""
+        if word in HELP:
+            summaries = {name: _summary(f"{prog} {name}", command) for name, command in found.items()}
+            _print_help(command_list(prog, _ABOUT[prog], summaries, _width()))
+        if word not in found:
+            *others, last = found
+            known = f"{', '.join(others)} or {last}. Help: {prog} --help"
+            if not word or word.startswith("-"):
+                before = f" before {word}" if word else ""
+                raise T3DError(f'"{prog}" needs a command{before}: {known}')
+            raise T3DError(f'there is no command "{prog} {word}".{nearest(word, found, 1)} Commands: {known}')
+        prog, found = f"{prog} {word}", found[word]
+    return prog, found, words
+
+
+def _summary(prog: str, command: Any) -> str:
+    """The first line of a command's help."""
+    return _ABOUT[prog] if isinstance(command, dict) else inspect.cleandoc(command.__doc__).splitlines()[0]
+
+
+def _print_help(lines: Iterable[tuple[str, bool]]) -> NoReturn:
+    console = open_console()
+    for line, is_title in lines:
+        console.print(line, style="bold" if is_title else None)
+    sys.exit(0)
+
+
+def _width() -> int:
+    """Columns of the help: those of the terminal, 80 in a pipe, at most 100."""
+    return min(shutil.get_terminal_size().columns, 100)
 
 
 def _take_env_args(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split off `--env.KEY VALUE` and `--env.KEY=VALUE`, whose keys only the environment knows."""
+    """Split off `--env.KEY VALUE` and `--env.KEY=VALUE`. Only the environment knows which keys exist."""
     rest: list[str] = []
     given: dict[str, Any] = {}
     words = iter(arguments)
@@ -213,18 +291,14 @@ def _take_env_args(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, given
 
 
-_DESCRIPTION = "T3D: Twin Delayed DDPG in fifteen steps. Each command has its own --help."
-
-
 def _train_defaults(arguments: list[str]) -> Train:
-    """What `train` starts from, once --preset and --config are known."""
+    """The defaults of `train`: those of --preset or of --config."""
     preset, file = _value_of("--preset", arguments), _value_of("--config", arguments)
     if file is None:
-        # A preset that does not exist is left to the parser to complain of.
-        return Train(settings=PRESETS.get(preset, Config()))
+        return Train(settings=PRESETS.get(preset, Config()))  # `check` refuses other presets
     values = read_config(Path(file))
     if preset is not None:
-        raise T3DError("--config brings its preset with it: give --preset or --config, not both.")
+        raise T3DError("--config includes a preset: give --preset or --config, not both.")
     return Train(preset=values["preset"], settings=_settings(values, file))
 
 
@@ -236,9 +310,9 @@ def _settings(values: dict[str, Any], where: str) -> Config:
 
 
 def _value_of(option: str, arguments: list[str]) -> Any:
-    """What an option was given, the last time if it was several."""
+    """The value of an option; the last one if it was given several times."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         if argument == option:
             value = following
         elif argument.startswith(option + "="):
@@ -247,7 +321,7 @@ def _value_of(option: str, arguments: list[str]) -> Any:
 
 
 def _whole_numbers() -> ConstructorRegistry:
-    """Let every whole number be typed as 1e6 or 1_000_000 too."""
+    """tyro reads 1e6 and 1_000_000 as whole numbers."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -257,7 +331,7 @@ def _whole_numbers() -> ConstructorRegistry:
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="INT",
-            instance_from_str=lambda words: _whole_number(words[0]),
+            instance_from_str=lambda words: whole_number(words[0]),
             is_instance=lambda value: isinstance(value, int),
             str_from_instance=lambda value: [str(value)],
         )
@@ -265,22 +339,8 @@ def _whole_numbers() -> ConstructorRegistry:
     return registry
 
 
-def _whole_number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        pass
-    try:
-        number = float(word)
-    except ValueError:
-        raise ValueError(f"'{word}' is not a whole number") from None
-    if not number.is_integer():
-        raise ValueError(f"{word} is not a whole number")
-    return int(number)
-
-
 def train(command: Train) -> None:
-    """Train from the start."""
+    """Start a training run."""
     env, env_args = command.env, command.env_args
     if command.config and not env:
         from_file = {k: v for k, v in read_config(command.config)["env_args"].items() if k not in env_args}
@@ -293,19 +353,19 @@ def train(command: Train) -> None:
     if command.config:
         file = _settings(read_config(command.config), str(command.config))
         if settings.steps < file.steps and settings.random_steps == file.random_steps:
-            # They were chosen for a longer run; a shorter one keeps the rule of a tenth.
+            # The file's random steps belong to a longer run. At most a tenth of the steps are random.
             settings = replace(settings, random_steps=min(file.random_steps, settings.steps // 10))
     factory, seeds = env_factory(env, env_args), _chosen_seeds(command)
     conclude(api.start(RunSetup(factory, seeds, settings, command.preset), command.out))
 
 
 def conclude(run: Run) -> None:
-    """Say what came of a run and what to type next."""
+    """Print the results of a run and the next commands."""
     console = open_console()
     console.print()
     evaluations = run.evaluations
     if not evaluations:
-        console.print("There were no evaluations (--eval-every 0): the policies are those at the end.", style="bold")
+        console.print("No evaluations (--eval-every 0): the policies are those of the last step.", style="bold")
     else:
         last = max(row["step"] for row in evaluations)
         finals = {row["seed"]: row["mean"] for row in evaluations if row["step"] == last}
@@ -321,7 +381,7 @@ def conclude(run: Run) -> None:
             console.print(
                 f"  seed {seed}: {at_end} at the end, {_shown_mean(card.returns)} at its best (step {card.step:,})"
             )
-    # What to type next can be typed as it stands, also where the environment is not activated.
+    # The commands can be pasted as they are, also where the virtual environment is not activated.
     active = Path(shutil.which("t3d") or "").parent == Path(sys.executable).parent
     python = "python" if active else shlex.quote(os.path.relpath(sys.executable))
     console.print(f"Learning curve: {run.path / 'report' / 'learning-curve.png'}")
@@ -332,26 +392,28 @@ def conclude(run: Run) -> None:
 
 
 def _refuse_functions(values: dict[str, Any], where: Path) -> None:
-    """What was made by functions in Python is for Python."""
+    """Refuse networks and environments that were made by functions in Python."""
     if values.get("network"):
         raise T3DError(
-            f"{where}: the network {values['network']} was made by functions in Python, which no file can bring back;"
+            f"{where}: the network {values['network']} was made by functions in Python, which files do not contain;"
             " use t3d.train or t3d.load from Python."
         )
     if values.get("callable"):
         raise T3DError(
-            f"{where}: the environment {values['env']} was made by a function in Python, which no file can bring back;"
+            f"{where}: the environment {values['env']} was made by a function in Python, which files do not contain;"
             " use t3d.train or t3d.load from Python."
         )
 
 
 def _env_in(config: Path) -> str:
-    """The environment that a config.json names; what it would import must be typed, not read from a file."""
+    """The environment in a config.json. A module to import is refused: it must be typed on the command line."""
     values = read_config(config)
     env = str(values["env"])
     _refuse_functions(values, config)
     if ":" in env:
-        raise T3DError(f"{config} asks for {env}; if you trust that module, type it: t3d train {env} --config {config}")
+        raise T3DError(
+            f"{config} imports a module for {env}; if you trust that module, type it: t3d train {env} --config {config}"
+        )
     return env
 
 
@@ -366,7 +428,7 @@ def _chosen_seeds(command: Train) -> list[int]:
 
 
 def evaluate(command: Evaluate) -> None:
-    """Play the episodes and show them beside what was recorded."""
+    """Run the evaluation episodes and print their returns beside the recorded ones."""
     run = Run.open(command.run)
     settings = _settings(run.config, str(run.path / "config.json"))
     _refuse_functions(run.config, run.path)
@@ -457,7 +519,7 @@ def refuse_misfits(run: Run, policies: dict[int, Policy]) -> None:
 
 
 def doctor(command: Doctor) -> None:
-    """A line for each environment: the path it takes, why, and whether it is Gymnasium's bit for bit."""
+    """Print how each environment is stepped, why, and whether the steps equal those of gymnasium.make."""
     console = open_console()
     if not command.env:
         console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
@@ -466,7 +528,7 @@ def doctor(command: Doctor) -> None:
         with closing(factory):
             real = factory.as_real(False).real
         if real:
-            raise T3DError(f"{name} says that it is real: doctor would make seven of it and step them at random.")
+            raise T3DError(f"{name} is a real environment: doctor would step seven of them with random actions.")
         envs = factory.batch(1, lambda env, episode: episode)
         envs.close()
         path, why = factory.path()
@@ -485,6 +547,6 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def _shown_mean(numbers: Sequence[float | None], digits: int = 1) -> str:
-    """Of the numbers that are there."""
+    """The mean of the numbers that are not None."""
     known = [number for number in numbers if number is not None]
     return f"{_mean(known):.{digits}f}" if known else "no return"

@@ -67,7 +67,7 @@ class Collector:
         def episode_seed(env: int, episode: int) -> int:
             return rng.integer(seeds[env // per_seed], Purpose.EPISODE, episode, env % per_seed)
 
-        self.seeds, self.frames, self.hindsight = list(seeds), None, None
+        self.seeds, self.envs_per_seed, self.frames, self.hindsight = list(seeds), per_seed, None, None
         self.envs = factory.training_batch(count * per_seed, episode_seed, config.workers, config.worker_timeout)
         self.envs.cut_failures = config.on_env_error == "cut"
         self.obs = np.zeros((*lanes, self.envs.obs_dim), np.float32)

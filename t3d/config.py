@@ -1,7 +1,7 @@
-"""Every option of a run once, with its help text; the presets; and what a option left open becomes.
+"""Every option of a training run, with its help text; the presets; the choice of options left open.
 
-The options that stand in the equations are `steps.Hyperparameters`; this adds those of the loop around them.
-`config.json` in a run folder holds the values that were used, none of them open.
+`steps.Hyperparameters` holds the options of the update equations. `Config` adds those of the training loop.
+`config.json` in a run folder records the values that were used. None of them is left open.
 """
 
 import re
@@ -11,98 +11,112 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
-from tyro.conf import arg
 
 from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
+from t3d.options import Group, Shown, flag, takes
 from t3d.steps import Hyperparameters
 
 Preset = Literal["td3", "paper", "documents"]
 
-AUTO = -(2**62)  # a whole number left open, for `settle` to decide; nobody types it
+AUTO = -(2**62)  # an integer left open: `resolve` chooses it
 
-
-_RANDOM_STEPS_DEFAULT = "(default: 25000; pendulums, Reacher: 1000; at most a tenth of the steps)"
+_RANDOM_STEPS_DEFAULT = "with td3: 25000; pendulums, Reacher: 1000; at most a tenth of the steps"
 
 
 @dataclass(frozen=True)
 class Config(Hyperparameters):
-    """How to train."""
+    """The options of a training run."""
 
-    steps: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 1e6; Pendulum-v1: 1e4)")] = AUTO
-    """Environment steps for each seed; 1e6 is fine."""
-    random_steps: Annotated[int, arg(metavar="INT", help_behavior_hint=_RANDOM_STEPS_DEFAULT)] = AUTO
-    """Actions drawn evenly from the whole range before the actor plays."""
-    exploration_noise: float = 0.1
-    """Standard deviation of the noise on the actor's actions, 1 being half the action range."""
-    batch_size: int = 256
-    """Transitions in a batch. [step 4]"""
-    buffer_size: int = 1_000_000
-    """Transitions the replay memory holds for each seed. [step 1]"""
-    hidden: tuple[int, ...] = (256, 256)
-    """Sizes of the hidden layers. [steps 2, 3]"""
-    critics: int = 2
-    """Critics, of whose values the smallest counts; 1 is a TD3 without clipped double Q. [steps 3, 8]"""
-    critic_norm: Literal["none", "layer"] = "none"
-    """Normalise the critics' hidden layers (LayerNorm), which steadies high learning and update rates. [step 3]"""
-    updates_per_step: float = 1.0
-    """Updates for each environment step."""
-    n_step: int = 1
-    """Rewards that a transition adds up before the value of what follows. [step 9]"""
-    her: int = 0
-    """Goal tasks: store each row so many times more, with goals that its episode reached later; 4 is usual. [step 1]"""
-    pixels: Annotated[int, arg(metavar="INT")] = 0
-    """Learn from images of the environment, so many pixels high and wide, not from its observations; 84 is usual."""
-    frame_stack: int = 3
-    """Frames that networks see at once, where observations are images. [step 4]"""
-    augment: Literal["on", "off"] = "on"
-    """Shift images by a few pixels at random when they are learned from. [step 4]"""
-    encoder: Literal["critic", "separate"] = "critic"
-    """Images: one eye that both critics train and the actor sees through, or one for each network. [steps 2, 3]"""
-    num_envs: int = 1
-    """Environments that each seed plays in at once; steps count in all of them."""
-    workers: int = 0
-    """Processes to step the environments in; 0 is this one. A process that dies or hangs is replaced."""
-    worker_timeout: float = 60.0
-    """How long a worker process may take for a step before it counts as hung."""
-    normalize_obs: Literal["off", "on"] = "off"
-    """Shift and scale observations by each seed's running mean and deviation before the networks see them."""
-    reward_scale: float = 1.0
-    """Factor on rewards when they are learned from; returns are recorded as they are."""
-    train_freq: Literal["step", "episode"] = "step"
-    """Update after each step once the random steps are over, or N times after an episode of N steps."""
-    on_env_error: Literal["stop", "cut"] = "stop"
-    """When a step of an environment fails: save and stop, or end its episode as truncated and go on."""
-    max_env_errors: int = 100
-    """Failed steps after which a run stops although they are cut."""
-    real_env: bool = False
-    """The environment is a machine: it exists once, is evaluated in only if asked, and is never replayed."""
-    eval_every: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: 5000; with --real-env: 0)")] = AUTO
-    """Environment steps between evaluations; there is one at the start and at the end too. 0 is none at all."""
-    eval_episodes: int = 10
-    """Noise-free episodes in an evaluation."""
-    eval_values: Literal["off", "on"] = "off"
-    """Compare the first critic's values in evaluations with the returns that followed, if no time limit hides them."""
-    async_eval: Literal["auto", "on", "off"] = "auto"
-    """Play evaluations on the CPU, in a process of their own, while training goes on; auto does where a GPU learns."""
-    log_every: int = 1_000
-    """Environment steps between rows of losses and values in metrics.jsonl."""
-    checkpoint_every: Annotated[str, arg(metavar="N | 60s")] = "60s"
-    """Save the whole run every N environment steps, or every so many seconds, as in 60s."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to learn; auto takes a GPU if there is one."""
-    threads: Annotated[int, arg(metavar="INT", help_behavior_hint="(default: by size)")] = AUTO
+    steps: Annotated[int, Group.COMMON, Shown(default="1e6; Pendulum-v1: 1e4")] = AUTO
+    """Environment steps per seed, as in 1000000 or 1e6."""
+    num_envs: Annotated[int, Group.COMMON] = 1
+    """Environments per seed that are stepped together. --steps counts the steps of all of them."""
+    batch_size: Annotated[int, Group.COMMON] = 256
+    """Transitions per batch. [step 4]"""
+    hidden: Annotated[tuple[int, ...], Group.COMMON] = (256, 256)
+    """Sizes of the hidden layers of the actor and the critics. [steps 2, 3]"""
+    actor_lr: Annotated[float, Group.COMMON] = Hyperparameters.actor_lr
+    critic_lr: Annotated[float, Group.COMMON] = Hyperparameters.critic_lr
+    device: Annotated[Literal["auto", "cpu", "cuda"], Group.COMMON] = "auto"
+    """Device for training. auto uses a GPU if one is available."""
+
+    buffer_size: Annotated[int, Group.ALGORITHM] = 1_000_000
+    """Replay buffer capacity per seed, in transitions. [step 1]"""
+    updates_per_step: Annotated[float, Group.ALGORITHM] = 1.0
+    """Updates per environment step."""
+    train_freq: Annotated[Literal["step", "episode"], Group.ALGORITHM] = "step"
+    """step: update after every environment step once the random steps are over. episode: update N times after an
+    episode of N steps."""
+    n_step: Annotated[int, Group.ALGORITHM] = 1
+    """Rewards summed in a transition before the target bootstraps (n-step returns). [step 9]"""
+    her: Annotated[int, Group.ALGORITHM] = 0
+    """Hindsight experience replay for goal tasks: copies stored of each transition, with goals that its episode
+    reached later. 0 disables it; 4 is common. [step 1]"""
+    augment: Annotated[Literal["on", "off"], Group.ALGORITHM] = "on"
+    """Random shifts of image observations in batches. [step 4]"""
+
+    critics: Annotated[int, Group.NETWORKS] = 2
+    """Number of critics. The target uses their minimum; 1 disables clipped double Q-learning. [steps 3, 8]"""
+    critic_norm: Annotated[Literal["none", "layer"], Group.NETWORKS] = "none"
+    """Layer normalization in the critics. It stabilizes high learning rates and many updates per step. [step 3]"""
+    encoder: Annotated[Literal["critic", "separate"], Group.NETWORKS] = "critic"
+    """Image encoder: one that both critics train and the actor shares, or one per network. [steps 2, 3]"""
+
+    pixels: Annotated[int, Group.ENVIRONMENT] = 0
+    """Height and width of rendered images that replace the observations. 0 disables them; 84 is common."""
+    frame_stack: Annotated[int, Group.ENVIRONMENT] = 3
+    """Frame stack: number of images per observation. [step 4]"""
+    normalize_obs: Annotated[Literal["off", "on"], Group.ENVIRONMENT] = "off"
+    """Observation normalization with each seed's running mean and standard deviation."""
+    workers: Annotated[int, Group.ENVIRONMENT] = 0
+    """Worker processes that step the environments. 0 steps them in the main process. A worker process that dies or
+    hangs is replaced."""
+    worker_timeout: Annotated[float, Group.ENVIRONMENT] = 60.0
+    """Seconds for one step of a worker process before it counts as hung."""
+    on_env_error: Annotated[Literal["stop", "cut"], Group.ENVIRONMENT] = "stop"
+    """When an environment step fails: stop saves the run and exits; cut truncates the episode and continues."""
+    max_env_errors: Annotated[int, Group.ENVIRONMENT] = 100
+    """Number of failed steps after which --on-env-error cut stops the run too."""
+    real_env: Annotated[bool, Group.ENVIRONMENT] = False
+    """The environment is physical hardware. It exists once, is evaluated only on request, and its episodes are not
+    replayed on resume."""
+
+    random_steps: Annotated[int, Group.EXPLORATION, Shown(default=_RANDOM_STEPS_DEFAULT)] = AUTO
+    """Environment steps with uniformly random actions before the actor is used."""
+    exploration_noise: Annotated[float, Group.EXPLORATION] = 0.1
+    """Standard deviation of the Gaussian noise on actions; 1 is half the action range."""
+
+    eval_every: Annotated[int, Group.EVALUATION, Shown(default="5000; with --real-env: 0")] = AUTO
+    """Environment steps between evaluations. The run is also evaluated at its start and end. 0 disables evaluation."""
+    eval_episodes: Annotated[int, Group.EVALUATION] = 10
+    """Episodes per evaluation, without exploration noise."""
+    eval_values: Annotated[Literal["off", "on"], Group.EVALUATION] = "off"
+    """Compare the first critic's Q-values in evaluations with the returns that followed, where no time limit hides
+    them."""
+    async_eval: Annotated[Literal["auto", "on", "off"], Group.EVALUATION] = "auto"
+    """Async evaluation: evaluate on the CPU, in a separate process, while training continues. auto enables it when
+    training uses a GPU."""
+
+    checkpoint_every: Annotated[str, Group.SAVING, Shown("N | 60s")] = "60s"
+    """Environment steps between checkpoints, or seconds, as in 60s."""
+    log_every: Annotated[int, Group.SAVING] = 1_000
+    """Environment steps between the rows of losses and Q-values in metrics.jsonl."""
+
+    threads: Annotated[int, Group.HARDWARE, Shown(default="by batch size and layer sizes")] = AUTO
     """CPU threads for matrix products."""
-    accelerate: Literal["auto", "eager", "compile", "graph"] = "auto"
-    """Run the update as it stands, compiled (a minute, once), or recorded by a GPU; auto goes by length."""
-    overlap: Literal["auto", "on", "off"] = "auto"
-    """Learn while the environments move, so one update later; auto is on for GPUs."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of matrix products alone: tf32 is for GPUs, bf16 for processors and GPUs that have it."""
+    accelerate: Annotated[Literal["auto", "eager", "compile", "graph"], Group.HARDWARE] = "auto"
+    """How updates run: eager, compiled, or captured as CUDA graphs. auto compiles long runs on a CPU and captures them
+    on a GPU. Compiling takes about a minute."""
+    overlap: Annotated[Literal["auto", "on", "off"], Group.HARDWARE] = "auto"
+    """Run updates while the environments step. Actions then use the parameters of one update earlier. auto enables it
+    on GPUs."""
+    precision: Annotated[Literal["fp32", "tf32", "bf16"], Group.HARDWARE] = "fp32"
+    """Precision of matrix products. tf32 needs a GPU; bf16 needs a GPU or a CPU with AVX512-BF16."""
 
     @property
     def eval_device(self) -> str:
-        """Where evaluations are played: beside training on the CPU."""
+        """The device of evaluations. Async evaluation uses the CPU."""
         return "cpu" if self.async_eval == "on" else self.device
 
 
@@ -115,7 +129,7 @@ PRESETS: dict[Preset, Config] = {
     "documents": Config(hidden=(400, 300), actor_lr=1e-3, critic_lr=1e-3, batch_size=100, train_freq="episode"),
 }
 
-# Random steps where none are given: a number, and another one for some tasks.
+# Default of random_steps: a number, and other numbers for some tasks.
 _SMALL_TASKS = ("Pendulum", "InvertedPendulum", "InvertedDoublePendulum", "Reacher")
 _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
     "td3": (25_000, dict.fromkeys(_SMALL_TASKS, 1_000)),
@@ -123,14 +137,14 @@ _RANDOM_STEPS: dict[Preset, tuple[int, dict[str, int]]] = {
     "documents": (10_000, {}),
 }
 
-# Below this many updates a run is over before a compiler has paid for itself. A CPU gains something for each seed.
+# With fewer updates, compiling takes longer than it saves. On a CPU the updates of every seed count.
 _UPDATES_WORTH_COMPILING = {"cpu": 12_000, "cuda": 5_000}
 
 MOST_ENVS = 10_000
 MOST_LAYERS = 64
-MOST_PIXELS = 2**24  # that are seen at once
+MOST_PIXELS = 2**24  # per observation, with the frame stack
 
-# The values a option may take: from and to, and whether the lower end itself is allowed.
+# The range of each numeric option: lowest, highest, and whether the lowest value itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "gamma": (0, 1, True),
     "tau": (0, 1, False),
@@ -163,13 +177,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 
-def flag(name: str) -> str:
-    """A option as it is typed on the command line."""
-    return "--" + name.replace("_", "-")
-
-
 def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
-    """`base` with some options set from Python or JSON values; `where` they came from is named if one is off."""
+    """`base` with options replaced by Python or JSON values. Errors name `where` the values came from."""
     known = {field.name for field in fields(Config)}
     for name in values:
         if name not in known:
@@ -179,8 +188,8 @@ def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
 
 
 def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
-    """The value as the option's type, if it can be read as such: 1e6 is a whole number, [64, 64] a tuple."""
-    wrong = T3DError(f"{where}: {name} cannot be {shown(value)}; {_expected(hint)}.")
+    """The value, converted to the type of the option: 1e6 is a whole number, [64, 64] is a tuple."""
+    wrong = T3DError(f"{where}: {name} cannot be {shown(value)}: it takes {_expected(hint)}.")
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise wrong
@@ -206,57 +215,19 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
 
 
 def _expected(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "it is one of " + ", ".join(get_args(hint))
-    if get_origin(hint) is tuple:
-        return "it is a list of whole numbers"
-    if hint is bool:
-        return "it is true or false"
-    return "it is a number" if hint is float else "it is a whole number"
+    return "a list of whole numbers" if get_origin(hint) is tuple else takes(hint)
 
 
 def resolve(config: Config, preset: Preset, env: str, seeds: int) -> Config:
-    """Decide what was left open, by fixed rules, and refuse what is out of range."""
-    task = env.split(":")[-1].split("/")[-1].split("-")[0]
-    steps = config.steps
-    if steps == AUTO:
-        steps = 10_000 if task == "Pendulum" else 1_000_000
-    random_steps = config.random_steps
-    if random_steps == AUTO:
-        usual, by_task = _RANDOM_STEPS[preset]
-        random_steps = min(by_task.get(task, usual), steps // 10)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = replace(config, steps=steps, random_steps=random_steps, device=device)
-    if config.eval_every == AUTO:
-        config = replace(config, eval_every=0 if config.real_env else 5_000)
+    """Choose the options left open, by fixed rules, and refuse values that are out of range or conflict."""
+    config = _choose_schedule(config, preset, env)
+    if config.device == "auto":
+        config = replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
     if config.threads == AUTO:
         config = replace(config, threads=_threads(config, seeds))
     check_ranges(config)
-    if config.accelerate == "auto":
-        # A function of the run alone, so that the same run is always the same.
-        updates = (steps - random_steps) * config.updates_per_step * (seeds if device == "cpu" else 1)
-        long = updates >= _UPDATES_WORTH_COMPILING[device]
-        config = replace(config, accelerate=("compile" if device == "cpu" else "graph") if long else "eager")
-    if config.overlap == "auto":
-        config = replace(config, overlap="on" if device == "cuda" and config.train_freq == "step" else "off")
-    if config.overlap == "on" and config.train_freq == "episode":
-        raise T3DError("--overlap on needs --train-freq step: after an episode there is nothing to overlap with.")
-    if config.random_steps >= config.steps:
-        raise T3DError(
-            f"--random-steps {config.random_steps:,} leaves nothing to learn from in --steps {config.steps:,}:"
-            " give fewer random steps or more steps."
-        )
-    if config.her and config.n_step > 1:
-        raise T3DError("--her needs --n-step 1: with another goal the rewards in between would be others too.")
-    if 0 < config.pixels < 8:
-        raise T3DError(f"--pixels {config.pixels}: images are at least 8 pixels high and wide.")
-    if config.num_envs * config.n_step > config.buffer_size:
-        raise T3DError(
-            f"--buffer-size {config.buffer_size:,} does not hold what one step can bring:"
-            f" --num-envs {config.num_envs} times --n-step {config.n_step}."
-        )
+    config = _choose_speed(config, seeds)
+    refuse_conflicts(config)
     refuse_hardware(config)
     refuse_too_many(config, seeds)
     if config.real_env:
@@ -264,18 +235,65 @@ def resolve(config: Config, preset: Preset, env: str, seeds: int) -> Config:
     return config
 
 
+def _choose_schedule(config: Config, preset: Preset, env: str) -> Config:
+    """Choose the number of steps, of random steps, and of steps between evaluations."""
+    task = env.split(":")[-1].split("/")[-1].split("-")[0]
+    if config.steps == AUTO:
+        config = replace(config, steps=10_000 if task == "Pendulum" else 1_000_000)
+    if config.random_steps == AUTO:
+        usual, by_task = _RANDOM_STEPS[preset]
+        config = replace(config, random_steps=min(by_task.get(task, usual), config.steps // 10))
+    if config.eval_every == AUTO:
+        config = replace(config, eval_every=0 if config.real_env else 5_000)
+    return config
+
+
+def _choose_speed(config: Config, seeds: int) -> Config:
+    """Choose how updates run. The choice depends on the options alone, so equal runs are computed equally."""
+    device = config.device
+    if config.accelerate == "auto":
+        updates = (config.steps - config.random_steps) * config.updates_per_step * (seeds if device == "cpu" else 1)
+        long = updates >= _UPDATES_WORTH_COMPILING[device]
+        config = replace(config, accelerate=("compile" if device == "cpu" else "graph") if long else "eager")
+    if config.overlap == "auto":
+        config = replace(config, overlap="on" if device == "cuda" and config.train_freq == "step" else "off")
+    return config
+
+
+def refuse_conflicts(config: Config) -> None:
+    """Refuse options that exclude each other."""
+    if config.overlap == "on" and config.train_freq == "episode":
+        raise T3DError(
+            "--overlap on needs --train-freq step: after an episode, no environment steps during the updates."
+        )
+    if config.random_steps >= config.steps:
+        raise T3DError(
+            f"--random-steps {config.random_steps:,} must be less than --steps {config.steps:,}: updates start after"
+            " the random steps."
+        )
+    if config.her and config.n_step > 1:
+        raise T3DError("--her needs --n-step 1: the rewards within an n-step return depend on the goal.")
+    if 0 < config.pixels < 8:
+        raise T3DError(f"--pixels {config.pixels}: images are at least 8 pixels high and wide.")
+    if config.num_envs * config.n_step > config.buffer_size:
+        raise T3DError(
+            f"--buffer-size {config.buffer_size:,} is smaller than --num-envs {config.num_envs} times --n-step"
+            f" {config.n_step}, the transitions that one step can add."
+        )
+
+
 def refuse_too_many(config: Config, seeds: int) -> None:
-    """More environments than any machine has memory for are a mistake, or a file that means harm."""
+    """Refuse more environments than any machine has memory for, also when a config.json asks for them."""
     for name, each in (("num_envs", config.num_envs), ("eval_episodes", config.eval_episodes)):
         if seeds * each > MOST_ENVS:
             raise T3DError(
-                f"{flag(name)} {each:,} and {seeds:,} seeds are {seeds * each:,} environments; at most"
-                f" {MOST_ENVS:,} are made."
+                f"{flag(name)} {each:,} with {seeds:,} seeds needs {seeds * each:,} environments; the limit is"
+                f" {MOST_ENVS:,}."
             )
 
 
 def refuse_more_than_one(config: Config, seeds: int) -> None:
-    """Say what a real environment cannot be, because it exists once and does nothing but what it is told."""
+    """Refuse the options that need more than one instance of a real environment."""
     asked = {
         "more than one seed": seeds > 1,
         "--num-envs": config.num_envs > 1,
@@ -285,28 +303,28 @@ def refuse_more_than_one(config: Config, seeds: int) -> None:
         "--eval-values on": config.eval_values == "on",
     }
     if wrong := [name for name, given in asked.items() if given]:
-        raise T3DError(f"a real environment exists once and is not copied: it cannot have {', '.join(wrong)}.")
+        raise T3DError(f"a real environment exists once, which excludes {', '.join(wrong)}.")
 
 
 def refuse_hardware(config: Config) -> None:
-    """Say so where there is no such device, or it has no such numbers: it would pretend to, slowly."""
+    """Refuse a device or a precision that this machine does not have. PyTorch would emulate some of them slowly."""
     precision, device = config.precision, config.device
     if device == "cuda" and not torch.cuda.is_available():
         raise T3DError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu or auto.")
     if config.accelerate == "graph" and device != "cuda":
         raise T3DError("--accelerate graph is for NVIDIA GPUs; on a CPU use compile, eager or auto.")
     if precision == "tf32" and device != "cuda":
-        raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 where it has it.")
+        raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 if the CPU has AVX512-BF16.")
     if device == "cuda" and precision != "fp32" and torch.cuda.get_device_capability() < (8, 0):
-        raise T3DError(f"--precision {precision}: this GPU has no such numbers; use fp32.")
+        raise T3DError(f"--precision {precision}: this GPU is older than compute capability 8.0; use fp32.")
     if device == "cpu" and precision == "bf16" and not torch.cpu._is_avx512_bf16_supported():
-        raise T3DError("--precision bf16: this processor has no such numbers; use fp32.")
+        raise T3DError("--precision bf16: this CPU has no AVX512-BF16; use fp32.")
 
 
 def _threads(config: Config, seeds: int) -> int:
-    """More threads than cores never help; below a million multiplications one thread is as fast as two.
+    """One thread on a GPU and for small networks; else one per core, at most eight.
 
-    Where a GPU multiplies, threads would only stand in the way of the environments.
+    Below a million multiplications per layer, one thread is as fast as two.
     """
     if config.device == "cuda":
         return 1
@@ -315,16 +333,16 @@ def _threads(config: Config, seeds: int) -> int:
 
 
 def parse_every(text: str) -> tuple[float, int]:
-    """60s is 60 seconds, 5000 or 5e3 that many steps: (seconds, steps), one of them 0."""
+    """(seconds, steps), one of them 0: 60s is 60 seconds; 5000 and 5e3 are 5000 steps."""
     number, seconds = (text[:-1], True) if text.endswith("s") else (text, False)
     value = float(number) if re.fullmatch(r"[0-9]{1,15}(\.[0-9]{0,15})?(e[0-9]{1,2})?", number) else 0.0
     if not 0 < value < 1e12 or not (seconds or value.is_integer()):
-        raise T3DError(f"--checkpoint-every cannot be {text!r}: it is steps, as in 5000, or seconds, as in 60s.")
+        raise T3DError(f"--checkpoint-every cannot be {text!r}: it takes steps, as in 5000, or seconds, as in 60s.")
     return (value, 0) if seconds else (0.0, int(value))
 
 
 def check_ranges(config: Config) -> None:
-    """Refuse a option that is out of its range."""
+    """Refuse an option that is out of its range."""
     parse_every(config.checkpoint_every)
     for name, (low, high, closed) in _RANGES.items():
         value = getattr(config, name)
@@ -333,10 +351,11 @@ def check_ranges(config: Config) -> None:
                 between = f"between {low:g} and {high:g}" if closed else f"above {low:g} and at most {high:g}"
                 raise T3DError(f"{flag(name)} must be {between}; it is {number:g}.")
     if len(config.hidden) > MOST_LAYERS:
-        raise T3DError(f"--hidden has {len(config.hidden):,} layers; at most {MOST_LAYERS} are made.")
+        raise T3DError(f"--hidden has {len(config.hidden):,} layers; the limit is {MOST_LAYERS}.")
     if 3 * config.pixels**2 * config.frame_stack > MOST_PIXELS:
         raise T3DError(
-            f"--pixels {config.pixels} and --frame-stack {config.frame_stack} are too many pixels: lower one of them."
+            f"--pixels {config.pixels} with --frame-stack {config.frame_stack} is more than {MOST_PIXELS:,} numbers per"
+            " observation: lower one of them."
         )
     if not config.hidden:
         raise T3DError("--hidden needs at least one layer, for example --hidden 256 256.")

@@ -22,6 +22,7 @@ from t3d.replay import Batch, Replay, Transitions
 from t3d.rng import Purpose
 from t3d.state_dict import state_dict
 
+FORMAT = 1  # of the files that `T3D.save` writes
 Transition = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 
@@ -264,14 +265,15 @@ class T3D:
     def save(self, filename: str, directory: str | Path) -> None:
         """Everything that learns, in `directory/filename.safetensors`."""
         folder = files.make_folder(Path(directory))
-        files.write_bytes(folder / f"{filename}.safetensors", files.seal(self._saved(), {}))
+        files.write_bytes(folder / f"{filename}.safetensors", files.seal(self._saved(), {"format": str(FORMAT)}))
 
     def load(self, filename: str, directory: str | Path) -> None:
         """Restore networks, targets, optimizers and counters; the agent goes on as if it had never stopped."""
         path = Path(directory) / f"{filename}.safetensors"
         live = self._saved()
         most = sum(tensor.nbytes for tensor in live.values()) * 2 + 2**20  # at most in twice the precision
-        given, _ = files.unseal(files.read_bytes(path, most, tensors=True), path)
+        given, header = files.unseal(files.read_bytes(path, most, tensors=True), path)
+        files.refuse_format(path, header.get("format", "0"), str(FORMAT))
         files.refuse_numbers(path, given, lambda name, tensor: False)
         if "max_action" in given and not torch.equal(given["max_action"], live["max_action"]):
             raise T3DError(f"{path} holds an agent with another max_action than {self.max_action:g}.")

@@ -548,3 +548,12 @@ def copy_tensors(path: Path, given: Mapping[str, Tensor], live: Mapping[str, Ten
     refuse_mismatch(path, given, live)
     for name, tensor in live.items():
         tensor.copy_(given[name])
+
+
+def refuse_format(where: Path, found: object, current: object) -> None:
+    """Refuse a file whose format is not the current one."""
+    if found != current:
+        raise T3DError(
+            f"{where} has the format {shown(found)}; this version reads {shown(current)}. Open it with the version that"
+            " wrote it, or train again."
+        )

@@ -24,7 +24,7 @@ from t3d import files
 from t3d.agent import act
 from t3d.custom_network import Network, own_network
 from t3d.envs import ActionRange
-from t3d.errors import T3DError, plain, shown
+from t3d.errors import T3DError, plain
 from t3d.layout import Layout, check, flatten, size
 from t3d.networks import MLP, SHARED, Networks, Parameters
 from t3d.normalizer import Scaling
@@ -182,8 +182,7 @@ def policy_of_bytes(content: bytes, path: Path, network: Network | None = None) 
     """The policy in the content of `path`."""
     layers, about = files.unseal(content, path)
     values = files.parse_object(str(about.get(CARD, "")).encode(errors="replace"), f"the card of {path}")
-    if values.get("format") != FORMAT:
-        raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
+    files.refuse_format(path, values.get("format"), FORMAT)
     files.refuse_numbers(path, layers, lambda name, tensor: False)
     try:
         card = Card(**values)

@@ -311,7 +311,7 @@ def cut_episodes(state: RunState, missed: NDArray[np.bool_], obs: NDArray[np.flo
 
 def relabel_counter(state: RunState, env: int) -> int:
     """A number for an episode that ends at this step, different from those of the seed's other episodes."""
-    return state.step * state.collector.episode_length.shape[1] + env
+    return state.step * state.collector.envs_per_seed + env
 
 
 # ------------------------------------------------------------------------------------------------- sizes

@@ -239,18 +239,18 @@ class Hyperparameters:
     """The numbers in the equations above."""
 
     gamma: float = 0.99
-    """Discount of the next state's value. [step 9]"""
+    """Discount factor. [step 9]"""
     tau: float = 0.005
-    """Share of the trained weights that moves into the targets. [steps 14, 15]"""
+    """Polyak averaging coefficient of the target networks. [steps 14, 15]"""
     target_noise: float = 0.2
-    """Standard deviation of the noise on the target action, 1 being half the action range. [step 6]"""
+    """Standard deviation of the target policy smoothing noise; 1 is half the action range. [step 6]"""
     target_noise_clip: float = 0.5
-    """Largest noise on the target action. [step 6]"""
+    """Clipping range of the target policy smoothing noise. [step 6]"""
     policy_delay: int = 2
-    """Updates of the critics for each update of the actor and the targets. [steps 13-15]"""
+    """Critic updates per update of the actor and the target networks. [steps 13-15]"""
     actor_lr: float = 3e-4
-    """Adam's learning rate for the actor. [step 13]"""
+    """Learning rate of the actor (Adam). [step 13]"""
     critic_lr: float = 3e-4
-    """Adam's learning rate for the critics. [step 12]"""
+    """Learning rate of the critics (Adam). [step 12]"""
     reward_scale: float = 1.0
-    """Factor on rewards in sampled batches; recorded returns are not scaled. [step 4]"""
+    """Factor on the rewards in sampled batches. Recorded returns are not scaled. [step 4]"""

@@ -1,7 +1,9 @@
 """The command line as a user meets it: what it prints, what it refuses and how."""
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +14,11 @@ import crafted
 import pytest
 
 import t3d
-from t3d.cli import COMMANDS, main
+from t3d.cli import COMMANDS, Train, main
+from t3d.config import Config
+from t3d.options import Group, flag, options_of
 from t3d.runs.folder import Run
+from t3d.steps import Hyperparameters
 
 QUICK = [
     "--steps", "300", "--random-steps", "1e2", "--eval-every", "150", "--eval-episodes", "2", "--hidden", "8", "8",
@@ -95,26 +100,62 @@ def test_evaluate(run, capsys):
     assert "Pendulum-v1, 2 episodes for each seed" in text and text.count("yes") == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS), []])
+BENCH = [["bench", name] for name in COMMANDS["bench"]]
+
+
+def help_of(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([*c, "--help"] for c in [[c] for c in COMMANDS] + BENCH), []])
 def test_help_fits_eighty_columns(arguments, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(capsys, *arguments)
     assert "usage: t3d" in text and max(map(len, text.splitlines())) <= 80
+    assert not set(text) - {chr(code) for code in range(32, 127)} - {"\n"}  # no boxes, no colors in a pipe
 
 
-def test_every_knob_has_an_option(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    text = capsys.readouterr().out
-    for option in (
-        "seeds", "seed", "steps", "out", "device", "preset", "config", "gamma", "tau", "batch-size", "policy-delay",
-        "target-noise", "target-noise-clip", "exploration-noise", "random-steps", "eval-every", "eval-episodes",
-        "buffer-size", "hidden", "actor-lr", "critic-lr", "updates-per-step", "update-after", "threads", "log-every",
-    ):  # fmt: skip
-        assert f"--{option} " in text
+def groups_in_help(capsys, *arguments):
+    """{title: [names]} of a help page, in its order."""
+    groups, names = {}, []
+    for line in help_of(capsys, *arguments).splitlines():
+        if re.fullmatch("[A-Z][a-z ]+:", line) and line != "Examples:":
+            names = groups.setdefault(line[:-1], [])
+        elif groups and (found := re.match(r"  (--[a-z-]+(?:\.KEY)?|[A-Z]+)", line)):
+            names.append(found[1])
+    return groups
+
+
+def test_help_of_train_has_groups_in_order(capsys):
+    groups = groups_in_help(capsys, "train", "--help")
+    assert list(groups) == [group.value for group in Group]
+    assert groups["Common options"] == [
+        "ENV", "--seeds", "--steps", "--num-envs", "--batch-size", "--hidden", "--actor-lr", "--critic-lr", "--device",
+        "--out", "--preset",
+    ]  # fmt: skip
+    assert groups["Exploration"] == ["--random-steps", "--exploration-noise"]
+    printed = [name for names in groups.values() for name in names]
+    assert len(printed) == len(set(printed))
+    fields = {field.name for cls in (Train, Config) for field in dataclasses.fields(cls)} - {"settings", "env_args"}
+    assert set(printed) == {flag(name) for name in fields - {"env"}} | {"ENV", "--env.KEY"}
+
+
+def test_every_option_declares_a_group_and_a_text():
+    options = {option.field: option for option in options_of(Train)}
+    assert all(option.group and option.text.endswith((".", "]")) for option in options.values())
+    equations = {field.name for field in dataclasses.fields(Hyperparameters)} - {"actor_lr", "critic_lr"}
+    assert {name for name, option in options.items() if option.group is Group.ALGORITHM} > equations
+    undeclared = {option.field for option in options_of(Config) if option.group is None}
+    assert undeclared == equations  # they are in the group that `Train.settings` declares
+
+
+def test_help_shows_the_defaults_of_a_preset(capsys):
+    text = " ".join(help_of(capsys, "train", "--preset", "paper", "--help").split())
+    assert "Transitions per batch. [step 4] (default: 100)" in text
+    assert "(default: 256)" in " ".join(help_of(capsys, "train", "Pendulum-v1", "-h").split())
 
 
 def test_doctor(capsys):
@@ -161,17 +202,25 @@ def test_module_and_version():
         (["train", "Pendulum-v1", "--tau", "0"], "--tau must be above 0"),
         (["train", "Pendulum-v1", "--actor-lr=-1"], "--actor-lr must be above 0"),
         (["train", "Pendulum-v1", "--steps", "0"], "--steps must be between 1"),
-        (["train", "Pendulum-v1", "--steps", "many"], "'many' is not a whole number"),
-        (["train", "Pendulum-v1", "--steps", "1.5"], "1.5 is not a whole number"),
-        (["train", "Pendulum-v1", "--steps", "100", "--random-steps", "100"], "nothing to learn"),
+        (["train", "Pendulum-v1", "--steps", "many"], "--steps cannot be 'many': it takes a whole number."),
+        (["train", "Pendulum-v1", "--steps", "1.5"], "--steps cannot be '1.5': it takes a whole number."),
+        (["train", "Pendulum-v1", "--steps"], "--steps needs a value: a whole number."),
+        (["train", "Pendulum-v1", "--out", "--seed", "1"], "--out needs a value: a path."),
+        (["train", "Pendulum-v1", "--seeds", "--steps", "100"], "--seeds needs a value: whole numbers"),
+        (["train", "Pendulum-v1", "--gamma", "high"], "--gamma cannot be 'high': it takes a number."),
+        (["train", "Pendulum-v1", "--hidden", "64", "x"], "--hidden cannot be 'x': it takes whole numbers"),
+        (["train", "--seeds", "3", "Pendulum-v1"], "Put ENV before --seeds."),
+        (["train", "Pendulum-v1", "--real-env=yes"], "--real-env takes no value."),
+        (["train", "Pendulum-v1", "Hopper-v5"], '"t3d train" does not take the argument \'Hopper-v5\'.'),
+        (["train", "Pendulum-v1", "--steps", "100", "--random-steps", "100"], "must be less than --steps 100"),
         (["train", "Pendulum-v1", "--hidden", "0"], "--hidden must be between 1"),
         (["train", "Pendulum-v1", "--hidden"], "--hidden"),
         (["train", "Pendulum-v1", "--seeds", "0"], "between 1 and 10,000 seeds"),
         (["train", "Pendulum-v1", "--seeds", "1", "1"], "the same seed twice"),
         (["train", "Pendulum-v1", "--seed=-1"], "a seed is a whole number from 0"),
         (["train", "Pendulum-v1", "--seed", "1", "--seeds", "2"], "not both"),
-        (["train", "Pendulum-v1", "--preset", "td4"], "td4"),
-        (["train", "Pendulum-v1", "--device", "tpu"], "tpu"),
+        (["train", "Pendulum-v1", "--preset", "td4"], "it takes td3, paper or documents. Did you mean td3?"),
+        (["train", "Pendulum-v1", "--device", "tpu"], "--device cannot be 'tpu': it takes auto, cpu or cuda."),
         (["train", "--config", "absent.json"], "t3d: cannot read absent.json"),
         (["train", "Pendulum-v1", "--out", 300 * "x"], "File name too long"),
         (["train", "Pendulum-v1", "--steps", "1e12", "--buffer-size", "2e9", "--seeds", "500"], "the replay memory"),
@@ -180,7 +229,7 @@ def test_module_and_version():
         (["train", "Pendulum-v1", "--seeds", "1e9"], "between 1 and 10,000 seeds"),
         (["evaluate", "no/such/run"], "there is no run no/such/run"),
         (["evaluate", "."], "not a run folder"),
-        (["evaluate"], "RUN"),
+        (["evaluate"], '"t3d evaluate" needs RUN: the run folder. All options: t3d evaluate --help'),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_sentence_and_leaves_nothing(arguments, sentence, tmp_path, monkeypatch, capsys):
@@ -188,6 +237,61 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(arguments, sentence, tmp_pat
     text = failed(capsys, *arguments)
     assert sentence in " ".join(text.replace("│", " ").split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed", "suggested"),
+    [
+        (["train", "Pendulum-v1", "--batchsize", "3"], "--batchsize", "--batch-size"),
+        (["train", "Pendulum-v1", "--batch_sise=3"], "--batch_sise", "--batch-size"),
+        (["train", "Pendulum-v1", "--seed", "1", "--lr", "3"], "--lr", "--actor-lr or --critic-lr"),
+        (["train", "Pendulum-v1", "--suite", "quick"], "--suite", None),
+        (["train", "Pendulum-v1", "--episodes", "3"], "--episodes", "--eval-episodes"),
+        (["train", "Pendulum-v1", "--no-real-en"], "--no-real-en", "--no-real-env"),
+        (["train", "Pendulum-v1", "-s", "1"], "-s", None),
+        (["train", "--batchsize", "3"], "--batchsize", "--batch-size"),
+        (["resume", "X", "--step", "3"], "--step", "--steps"),
+        (["resume", "X", "--batch-size", "3"], "--batch-size", None),
+        (["resume", "X", "--env.g", "3"], "--env.g", None),
+        (["evaluate", "X", "--num-episodes", "3"], "--num-episodes", "--episodes"),
+        (["evaluate", "X", "--steps", "3"], "--steps", None),
+        (["doctor", "--step", "3"], "--step", "--steps"),
+        (["doctor", "Pendulum-v1", "--seeds", "3"], "--seeds", None),
+        (["bench", "returns", "--suit", "quick"], "--suit", "--suite"),
+        (["bench", "returns", "--docs", "x"], "--docs", None),
+        (["bench", "table", "--doc", "x"], "--doc", "--docs"),
+        (["bench", "table", "--suite", "quick"], "--suite", None),
+    ],
+)
+def test_a_mistyped_option_suggests_options_of_its_command_only(arguments, typed, suggested, capsys):
+    prog = "t3d " + " ".join(arguments[: 2 if arguments[0] == "bench" else 1])
+    hint = f" Did you mean {suggested}?" if suggested else ""
+    expected = f't3d: there is no option {typed} for "{prog}".{hint} All options: {prog} --help\n'
+    assert failed(capsys, *arguments) == expected
+    command = COMMANDS[arguments[0]] if arguments[0] != "bench" else COMMANDS["bench"][arguments[1]]
+    names = {name for option in options_of(command) for name in option.names}
+    assert set(re.findall(r"--[a-z-]+", hint)) <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trian"], 'there is no command "t3d trian". Did you mean train? Commands: train, resume'),
+        (["bench", "retruns"], 'there is no command "t3d bench retruns". Did you mean returns? Commands: returns or'),
+        (["bench"], '"t3d bench" needs a command: returns or table. Help: t3d bench --help'),
+        (["--steps", "3"], '"t3d" needs a command before --steps: train, '),
+    ],
+)
+def test_a_mistyped_command(arguments, sentence, capsys):
+    text = failed(capsys, *arguments)
+    assert text.startswith(f"t3d: {sentence}") and text.count("\n") == 1
+
+
+def test_what_tyro_reads_is_not_refused(tmp_path, capsys):
+    typed = ["--hidden=8", "--exploration_noise", ".1", "--no-real-env", "--reward-scale=1e-1", "--seeds", "3", "5"]
+    main(["train", *QUICK, *typed, "--steps", "1_10", "--out", str(tmp_path / "run"), "--", "Pendulum-v1"])
+    config = t3d.Run(tmp_path / "run").config
+    assert (config["hidden"], config["reward_scale"], config["seeds"], config["steps"]) == ([8], 0.1, [3, 5], 110)
 
 
 @pytest.mark.skipif(__import__("torch").cuda.is_available(), reason="there is a GPU here")

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "t3d"
 # In reading order: each may import those above it. docs/architecture.md has the same list.
 ORDER = [
     "errors", "files", "limits", "layout", "rng", "networks", "custom_network", "optim", "replay", "pixels", "nstep",
-    "episode_log", "steps", "agent", "documents", "config", "learners", "envs", "hindsight", "policy", "evaluate",
-    "runs", "display", "run_state", "trainer", "api", "bench", "__init__", "cli", "__main__",
+    "episode_log", "steps", "agent", "documents", "options", "config", "learners", "envs", "hindsight", "policy",
+    "evaluate", "runs", "display", "run_state", "trainer", "api", "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def test_what_the_hardware_cannot_is_refused(monkeypatch):
     with pytest.raises(t3d.T3DError, match="tf32 is for NVIDIA GPUs"):
         resolve(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    with pytest.raises(t3d.T3DError, match="bf16: this processor has no such numbers"):
+    with pytest.raises(t3d.T3DError, match="bf16: this CPU has no AVX512-BF16"):
         resolve(Config(device="cpu", precision="bf16"), "td3", "Pendulum-v1", 1)
 
 

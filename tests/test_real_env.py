@@ -178,14 +178,14 @@ def test_what_needs_several_of_it_is_refused(how, settings, sentence, tmp_path):
 
 
 def test_pools_and_vectors_are_not_real():
-    with pytest.raises(T3DError, match="it cannot have --num-envs"):
+    with pytest.raises(T3DError, match="which excludes --num-envs"):
         t3d.train(gymnasium.make_vec("Pendulum-v1", 2), real_env=True, steps=50)
 
 
 def test_doctor_is_refused(capsys):
     with pytest.raises(SystemExit) as left:
         main(["doctor", "Declared-v0"])
-    assert left.value.code == 2 and "says that it is real" in capsys.readouterr().err
+    assert left.value.code == 2 and "is a real environment: doctor would" in capsys.readouterr().err
     assert episodes(Robot.log) == [None, None]  # made to be asked, and closed
 
 

@@ -1,4 +1,4 @@
-"""`t3d bench returns` and `t3d bench table`: their options, and what they do."""
+"""The commands `t3d bench returns` and `t3d bench table`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,68 +6,69 @@ from typing import Annotated, Any, Literal
 
 from rich.measure import Measurement
 from rich.table import Table
-from tyro.conf import OmitSubcommandPrefixes, arg, subcommand
+from tyro.conf import OmitSubcommandPrefixes, subcommand
 
 from t3d.bench.returns import RESULTS, RUNS, train_suite
 from t3d.bench.suites import SUITES, SuiteName, Version, tasks_of
 from t3d.bench.tables import Result, read_results, show, write_docs
 from t3d.display import open_console
 from t3d.errors import T3DError, plain
+from t3d.options import Shown
 
 
 @dataclass(frozen=True)
 class Returns:
-    """Train a suite of tasks, many seeds each, and keep every return.
+    """Train a benchmark suite over many seeds and store all returns.
 
-    For example: t3d bench returns --suite quick
-                 t3d bench returns --suite paper --only Hopper Walker2d
+    Examples:
+      t3d bench returns --suite quick
+      t3d bench returns --suite paper --only Hopper Walker2d
 
-    What is trained already is left alone, and what was stopped goes on.
+    Finished tasks are skipped. Stopped tasks are continued.
     """
 
     suite: SuiteName = "quick"
-    """quick needs no GPU; paper is Table 1; ablation takes TD3 apart; pixels are pictures; documents PyBullet's."""
-    only: Annotated[tuple[str, ...], arg(metavar="TASK ...", help_behavior_hint="")] = ()
-    """These tasks, as in Hopper, and for ablation these variants, as in ddpg."""
-    seeds: Annotated[
-        int | None, arg(metavar="N", help_behavior_hint="(default: 10; quick: 5; pixels, documents: 2)")
-    ] = None
-    """Seeds 0 to N-1."""
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
-    """Environment steps for each seed."""
-    eval_every: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the suite's)")] = None
+    """quick: four small tasks, without a GPU. paper: Table 1 of the TD3 paper. ablation: TD3 without each of its parts.
+    pixels: image observations. documents: PyBullet tasks."""
+    only: Annotated[tuple[str, ...], Shown("TASK ...")] = ()
+    """Train these tasks only, as in Hopper. For ablation also these variants, as in ddpg."""
+    seeds: Annotated[int | None, Shown("N", default="10; quick: 5; pixels, documents: 2")] = None
+    """Train the seeds 0 to N-1."""
+    steps: Annotated[int | None, Shown("INT", default="the suite's")] = None
+    """Environment steps per seed."""
+    eval_every: Annotated[int | None, Shown("INT", default="the suite's")] = None
     """Environment steps between evaluations."""
     version: Version = "v5"
-    """Of Gymnasium's MuJoCo tasks."""
+    """Version of Gymnasium's MuJoCo tasks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to learn; auto takes a GPU if there is one."""
-    precision: Annotated[Literal["auto", "fp32", "tf32", "bf16"], arg(help_behavior_hint="(default: auto)")] = "auto"
-    """Of matrix products; auto is tf32 on GPUs and fp32 elsewhere."""
-    out: Annotated[Path, arg(metavar="DIR")] = RESULTS
-    """Where the results go, a file for each task."""
-    runs: Annotated[Path, arg(metavar="DIR")] = RUNS
-    """Where the runs go."""
+    """Device for training. auto uses a GPU if one is available."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Precision of matrix products. auto is tf32 on a GPU and fp32 on a CPU."""
+    out: Annotated[Path, Shown("DIR")] = RESULTS
+    """Folder of the results, one file per task."""
+    runs: Annotated[Path, Shown("DIR")] = RUNS
+    """Folder of the run folders."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Make the tables, and with --docs the figures, from what `t3d bench returns` has left."""
+    """Print the tables of stored returns, and update a page of the docs."""
 
-    results: Annotated[Path, arg(metavar="DIR")] = RESULTS
-    """Where the results are."""
-    docs: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write them into this page, between its marks, and the figures beside it."""
+    results: Annotated[Path, Shown("DIR")] = RESULTS
+    """Folder of the results."""
+    docs: Annotated[Path | None, Shown("FILE")] = None
+    """Write the tables into this page, between its marks, and the figures beside it."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Returns over many seeds, and tables of them."""
+    """Train benchmark suites over many seeds, and print tables of the returns."""
 
     what: OmitSubcommandPrefixes[Annotated[Returns, subcommand("returns")] | Annotated[Tables, subcommand("table")]]
 
 
 def run(command: Bench) -> None:
-    """Do what was asked for."""
+    """Run `t3d bench returns` or `t3d bench table`."""
     if isinstance(command.what, Returns):
         returns(command.what)
     else:
@@ -75,7 +76,7 @@ def run(command: Bench) -> None:
 
 
 def returns(command: Returns) -> None:
-    """Train a suite."""
+    """Train a suite and print its tables."""
     tasks = tasks_of(command.suite, command.only, command.version)
     given: dict[str, Any] = {"steps": command.steps, "eval_every": command.eval_every, "device": command.device}
     given["precision"] = None if command.precision == "auto" else command.precision
@@ -91,7 +92,7 @@ def returns(command: Returns) -> None:
 
 
 def tables(command: Tables) -> None:
-    """Show the tables, and write them into the docs if asked to."""
+    """Print the tables. With --docs, write them into a page too."""
     results = read_results(command.results)
     if not results and command.docs is None:
         raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from t3d import files
-from t3d.config import PRESETS, flag
+from t3d.config import PRESETS
 from t3d.custom_network import Network
 from t3d.envs.factory import unusual
 from t3d.errors import T3DError, command, plain, shown
 from t3d.files import Folder, Identity
+from t3d.options import flag
 from t3d.policy import Policy, policy_of_bytes
 from t3d.runs.manifest import newest_manifest
 from t3d.runs.metrics import Metrics
@@ -308,8 +309,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def checked_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """A config with an environment and seeds that make sense; the options are checked where they are used."""
-    if values.get("format") != FORMAT:
-        raise T3DError(f"{path} has the format {shown(values.get('format'))}; this version reads {FORMAT}.")
+    files.refuse_format(path, values.get("format"), FORMAT)
     seeds = values.get("seeds")
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise T3DError(f"{path}: seeds cannot be {shown(seeds)}; it is a list of whole numbers.")

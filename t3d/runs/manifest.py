@@ -71,8 +71,7 @@ def read_manifest(folder: Folder, step: int, most: int, identity: str) -> Manife
     """The manifest in the folder of a run's checkpoint, if it is as it was written and has at most so many bytes."""
     path = folder.path / NAME
     values = files.without_sum(files.parse_object(folder.read(NAME, most), path), path)
-    if values.pop("format", None) != FORMAT:
-        raise T3DError(f"{path} was written by another version of T3D, which this one cannot read.")
+    files.refuse_format(path, values.pop("format", None), FORMAT)
     try:
         state, mark = Written(**values.pop("state")), Mark(**values.pop("metrics"))
         segments = [Segment(**part) for part in values.pop("segments")]
