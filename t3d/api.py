@@ -23,14 +23,14 @@ from t3d.config import (
     Preset,
     check_ranges,
     from_values,
-    refuse_hardware,
     refuse_more_than_one,
-    refuse_too_many,
+    refuse_open,
+    refuse_unusable,
     resolve,
 )
 from t3d.custom_network import as_network, own_network
 from t3d.display import Display
-from t3d.envs import Maker, env_factory, refuse_paths
+from t3d.envs import EnvFactory, Maker, env_factory, refuse_paths
 from t3d.errors import T3DError, command, nearest, shown
 from t3d.limits import short_of_cores, short_of_disk
 from t3d.policy import Policy, read_policy
@@ -98,6 +98,7 @@ def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True)
     """Train what is set up, in a new run folder."""
     if out is not None:
         refuse_used(Path(out))  # now, not after a minute of compiling
+    here = Path.cwd()  # an environment may change the working directory
     config, count = setup.config, len(setup.seeds)
     factory = setup.factory.seen(config.pixels, config.frame_stack)
     if config.real_env or factory.real:
@@ -107,7 +108,7 @@ def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True)
         config = resolve(replace(config, real_env=factory.real), setup.preset, factory.name, count)
         refuse_misfits(setup, config)
         display = make_display(config, setup.seeds, progress)
-        with Trainer.create(replace(setup, factory=factory, config=config), out, display) as trainer:
+        with Trainer.create(replace(setup, factory=factory, config=config), out, display, here) as trainer:
             for line in headline(trainer, setup.preset):
                 display.say(line)
             for sentence in files.promises_off():
@@ -158,17 +159,9 @@ def resume(
         config = changed_config(run, given)
         display = make_display(config, run.seeds, progress)
         refuse_other_sizes(run, config, display.say)
-        if run.config.get("callable") and env is None:
-            raise T3DError(
-                f"{run.path}: the environment {run.config['env']} was made by a function in Python, which no file can"
-                " bring back; use t3d.resume(run, env=...) from Python."
-            )
         own = own_network(run.config.get("network"), network, f"{run.path}")
         module = saved_algorithm(run.config.get("algorithm"), algorithm, f"{run.path}")
-        if not allow_env_args:
-            refuse_paths(run.config["env_args"], str(run.path / "config.json"))
-        named = run.config["env"] if env is None else env
-        factory = env_factory(named, run.config["env_args"], tuple(allow_modules), eval_env)
+        factory = saved_factory(run, env, eval_env, tuple(allow_modules), allow_env_args)
         if factory.real and not config.real_env:
             raise T3DError(f"{run.path} was not begun on a real environment; give resume() a function that makes one.")
         factory = factory.seen(config.pixels, config.frame_stack)
@@ -186,17 +179,35 @@ def resume(
     return run
 
 
+def saved_factory(
+    run: Run,
+    env: Any,
+    eval_env: str | Maker | None,
+    allowed_modules: tuple[str, ...],
+    allow_env_args: bool,
+) -> EnvFactory:
+    """The environments of a run: those that config.json names, or `env`, which only Python can give."""
+    config = run.config
+    if config.get("callable") and env is None:
+        raise T3DError(
+            f"{run.path}: the environment {config['env']} was made by a function in Python, which no file can bring"
+            " back; use t3d.resume(run, env=...) from Python."
+        )
+    if not allow_env_args:
+        refuse_paths(config["env_args"], str(run.path / "config.json"))
+    return env_factory(config["env"] if env is None else env, config["env_args"], allowed_modules, eval_env)
+
+
 def changed_config(run: Run, given: dict[str, Any]) -> Config:
     """The options of a run, some of them changed by `resume`."""
     where = str(run.path / "config.json")
     config = from_values({k: v for k, v in run.config.items() if k not in NOT_SETTINGS}, Config(), where)
     changed = from_values({k: v for k, v in given.items() if v is not None}, config, "resume()")
     check_ranges(config)
-    check_ranges(changed)
+    refuse_open(config, where)
     if changed.steps < config.steps:
         raise T3DError(f"{run.path} has {config.steps:,} steps; it can be made longer, not shorter.")
-    refuse_hardware(changed)
-    refuse_too_many(changed, len(run.seeds))
+    refuse_unusable(changed, len(run.seeds))
     return changed
 
 

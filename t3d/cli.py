@@ -13,36 +13,45 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import closing, redirect_stderr
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
-import tyro
 from rich.table import Table
-from tyro.conf import Positional, Suppress, arg, subcommand
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 import t3d
-from t3d import api, bench
-from t3d.bench.commands import Returns, Tables
+from t3d import api
+from t3d.bench.commands import Returns, Tables, returns, tables
 from t3d.config import PRESETS, Config, Preset, check_ranges, from_values, refuse_too_many
 from t3d.display import complain, open_console
 from t3d.envs import EnvFactory, env_factory, refuse_paths
 from t3d.envs.batch import MOST_LOSSES
 from t3d.envs.exact import first_difference, mujoco_tasks
 from t3d.errors import T3DError, T3DWarning, nearest
+from t3d.errors import command as shell_command
 from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
 from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.normalizer import Scaling
-from t3d.options import HELP, Group, Shown, check, command_list, help_page, options_of, whole_number
+from t3d.options import (
+    HELP,
+    POSITIONAL,
+    SHOWN_ONLY,
+    Group,
+    Shown,
+    command_list,
+    fill,
+    help_page,
+    options_of,
+)
+from t3d.options import parse as parse_options
 from t3d.policy import Policy
+from t3d.recorder import versions
 from t3d.run_state import RunSetup
 from t3d.runs.folder import NOT_SETTINGS, Run, Which, read_config
-from t3d.runs.recorder import versions
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,11 @@ class Train:
     docs/fifteen-steps.md.
     """
 
-    env: Positional[Annotated[str, Group.COMMON, Shown("ENV")]] = ""
+    env: Annotated[str, Group.COMMON, POSITIONAL, Shown("ENV")] = ""
     """Id of a Gymnasium environment with continuous actions, or module:Id."""
     seeds: Annotated[tuple[int, ...], Group.COMMON, Shown("N | K K ...", default="1")] = ()
     """One number N trains the seeds 0 to N-1 in parallel. Two or more numbers are the seeds themselves."""
-    settings: Annotated[Config, arg(name=""), Group.ALGORITHM] = field(default_factory=Config)
+    settings: Annotated[Config, Group.ALGORITHM] = field(default_factory=Config)
     out: Annotated[Path | None, Group.COMMON, Shown("DIR", default="runs/ENV-TIME")] = None
     """Run folder. It must be new or empty."""
     preset: Annotated[Preset, Group.COMMON] = "td3"
@@ -73,7 +82,7 @@ class Train:
     """Read the options from the config.json of a run. Options on the command line take precedence."""
     allow_env_args: Annotated[bool, Group.RUN] = False
     """With --config: accept arguments for the environment that look like a path or a module."""
-    env_args: Suppress[Annotated[dict[str, Any], Group.ENVIRONMENT, Shown(invocation="--env.KEY VALUE")]] = field(
+    env_args: Annotated[dict[str, Any], Group.ENVIRONMENT, SHOWN_ONLY, Shown(invocation="--env.KEY VALUE")] = field(
         default_factory=dict
     )
     """Pass KEY to the environment. VALUE is JSON, else a string."""
@@ -87,7 +96,7 @@ class Resume:
     bit-identical to those of a run that never stopped.
     """
 
-    run: Positional[Annotated[Path, Shown("RUN")]]
+    run: Annotated[Path, POSITIONAL, Shown("RUN")]
     """The run folder."""
     steps: Annotated[int | None, Shown("INT", default="as before")] = None
     """Environment steps per seed in total. More steps than before extend the run."""
@@ -109,7 +118,7 @@ class Evaluate:
     training.
     """
 
-    run: Positional[Annotated[Path, Shown("RUN")]]
+    run: Annotated[Path, POSITIONAL, Shown("RUN")]
     """The run folder."""
     policy: Which = "best"
     """Each seed's policy at its best evaluation, or at its last one."""
@@ -130,13 +139,13 @@ class Doctor:
     Without ENV, all MuJoCo tasks of Gymnasium are checked.
     """
 
-    env: Positional[Annotated[tuple[str, ...], Shown("ENV ...")]] = ()
+    env: Annotated[tuple[str, ...], POSITIONAL, Shown("ENV ...")] = ()
     """Environment ids."""
     steps: int = 1_000
     """Steps with random actions that are compared bit for bit with gymnasium.make."""
 
 
-Command = Train | Resume | Evaluate | Doctor | bench.Bench
+Command = Train | Resume | Evaluate | Doctor | Returns | Tables
 MOST_FILLED = 2**28  # bytes of copies that stand in for seeds that were not asked for
 COMMANDS: dict[str, Any] = {
     "train": Train,
@@ -147,7 +156,7 @@ COMMANDS: dict[str, Any] = {
 }
 _ABOUT = {
     "t3d": "T3D: Twin Delayed DDPG (TD3) in fifteen steps.",
-    "t3d bench": inspect.cleandoc(bench.Bench.__doc__ or ""),
+    "t3d bench": "Train benchmark suites over many seeds, and print tables of the returns.",
 }
 
 
@@ -189,8 +198,10 @@ def run_command(command: Command) -> None:
         evaluate(command)
     elif isinstance(command, Doctor):
         doctor(command)
+    elif isinstance(command, Returns):
+        returns(command)
     else:
-        bench.run(command)
+        tables(command)
 
 
 def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
@@ -202,12 +213,7 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any) -
 
 
 def parse(arguments: list[str]) -> Command:
-    """The command with its options. A preset or a config file sets the defaults of `train`.
-
-    `check` refuses wrong input before tyro parses it: its sentences name the options of this command only.
-    """
-    if arguments[0].startswith("--tyro-"):  # shell completion
-        return _read(Train(), arguments)
+    """The command with its options. A preset or a config file sets the defaults of `train`."""
     prog, command, words = _find(arguments)
     env_args: dict[str, Any] = {}
     if command is Train:
@@ -215,24 +221,11 @@ def parse(arguments: list[str]) -> Command:
     if any(word in HELP for word in words):
         values = _train_defaults(words) if command is Train else None
         _print_help(help_page(prog, command, options_of(command, values), _width()))
-    check(prog, options_of(command), words)
-    default = _train_defaults(words) if command is Train else Train()
-    try:
-        with redirect_stderr(io.StringIO()):
-            parsed = _read(default, [*prog.split()[1:], *words])
-    except SystemExit:  # tyro refused what `check` let pass
-        raise T3DError(f'"{prog}" cannot read {shlex.join(words)}. All options: {prog} --help') from None
-    return replace(parsed, env_args=env_args) if isinstance(parsed, Train) else parsed
-
-
-def _read(default: Train, arguments: list[str]) -> Command:
-    """The command as tyro reads it; `default` has the defaults of `train`."""
-    choice: Any = Annotated[Train, subcommand("train", default=default)]
-    choice |= Annotated[Resume, subcommand("resume")] | Annotated[Evaluate, subcommand("evaluate")]
-    choice |= Annotated[Doctor, subcommand("doctor")] | Annotated[bench.Bench, subcommand("bench")]
-    with _whole_numbers():
-        command: Command = tyro.cli(choice, prog="t3d", args=arguments)
-    return command
+    given = parse_options(prog, options_of(command), words)
+    if command is Train:
+        given["env_args"] = env_args
+    parsed: Command = fill(_train_defaults(words), given) if command is Train else command(**given)
+    return parsed
 
 
 def _find(arguments: list[str]) -> tuple[str, Any, list[str]]:
@@ -320,25 +313,6 @@ def _value_of(option: str, arguments: list[str]) -> Any:
     return value
 
 
-def _whole_numbers() -> ConstructorRegistry:
-    """tyro reads 1e6 and 1_000_000 as whole numbers."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-        if info.type is not int:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="INT",
-            instance_from_str=lambda words: whole_number(words[0]),
-            is_instance=lambda value: isinstance(value, int),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
 def train(command: Train) -> None:
     """Start a training run."""
     env, env_args = command.env, command.env_args
@@ -388,7 +362,8 @@ def conclude(run: Run) -> None:
     console.print("Next:")
     more = {} if run.config.get("real_env") else {"episodes": 100}
     console.print(f"  {run.command('evaluate', **more)}")
-    console.print(f'  {python} -c "import t3d; print(t3d.load({str(run.path)!r}))"')
+    code = f"import t3d; print(t3d.load({str(run.path)!r}))"
+    console.print(f"  {python} -c {shlex.quote(code)}")
 
 
 def _refuse_functions(values: dict[str, Any], where: Path) -> None:
@@ -412,7 +387,8 @@ def _env_in(config: Path) -> str:
     _refuse_functions(values, config)
     if ":" in env:
         raise T3DError(
-            f"{config} imports a module for {env}; if you trust that module, type it: t3d train {env} --config {config}"
+            f"{config} imports a module for {env}; if you trust that module, type it: "
+            + shell_command("train", env, "--config", config)
         )
     return env
 
@@ -456,7 +432,8 @@ def evaluate(command: Evaluate) -> None:
         table.add_row(str(seed), f"{policy.card.step:,}", *cells, same if both else "–")
     console = open_console()
     which = command.policy if run.has_evaluations else "last"
-    console.print(f"{run.config['env']}, {episodes} episodes for each seed, {which} policies, no noise")
+    each = f"{episodes} episode{'' if episodes == 1 else 's'}"
+    console.print(f"{run.config['env']}, {each} for each seed, {which} policies, no noise")
     console.print(table)
     if lost := sum(score is None for scores in returns.values() for score in scores):
         console.print(f"{lost} episodes have no return: their worker processes died or hung {MOST_LOSSES} times each.")

@@ -227,12 +227,26 @@ def resolve(config: Config, preset: Preset, env: str, seeds: int) -> Config:
         config = replace(config, threads=_threads(config, seeds))
     check_ranges(config)
     config = _choose_speed(config, seeds)
+    refuse_unusable(config, seeds)
+    return config
+
+
+def refuse_unusable(config: Config, seeds: int) -> None:
+    """Refuse what `resolve` would not have chosen; a config.json may have been edited."""
+    check_ranges(config)
     refuse_conflicts(config)
     refuse_hardware(config)
     refuse_too_many(config, seeds)
     if config.real_env:
         refuse_more_than_one(config, seeds)
-    return config
+
+
+def refuse_open(config: Config, where: str) -> None:
+    """Refuse options that are still open in the config.json of a run."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == AUTO or (value == "auto" and field.name != "precision"):
+            raise T3DError(f"{where}: {field.name} cannot be {shown(value)}; a run keeps the value that was chosen.")
 
 
 def _choose_schedule(config: Config, preset: Preset, env: str) -> Config:

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
+"""The progress display: a live table in a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -19,9 +19,9 @@ from t3d.evaluate.evaluator import Evaluation
 
 
 class Output:
-    """Standard output for the console. When it cannot be written any more, it is dropped and the run goes on.
+    """Standard output for the console. If a write fails, later output is dropped and training continues.
 
-    That is so behind `| head`, and where a disk is full. Standard error says it once.
+    A write fails after `| head` or on a full disk. One message goes to standard error, except after `| head`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,9 @@ class Output:
 
     @property
     def _stream(self) -> Any:
-        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # Rich replaces it while a table is live
+        return getattr(
+            sys.stdout, "rich_proxied_file", sys.stdout
+        )  # Rich replaces sys.stdout while a live table is shown
 
     def __getattr__(self, name: str) -> Any:  # encoding, isatty, fileno
         return getattr(self._stream, name)
@@ -46,25 +48,25 @@ class Output:
             return
         try:
             call()
-        except (OSError, ValueError) as error:  # ValueError: it was closed
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._failed = True
-            with suppress(OSError, ValueError):  # what is still buffered must not fail again at exit
+            with suppress(OSError, ValueError):  # the flush of buffered output at exit must not fail again
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
             if not isinstance(error, BrokenPipeError):
-                complain(f"standard output cannot be written any more ({error}): nothing more is shown.")
+                complain(f"cannot write to standard output ({error}): no more output follows.")
 
 
 class PlainConsole(Console):
-    """A console on which text from files, environments and exceptions is plain text: no markup, no control codes."""
+    """A console that prints untrusted text safely: no markup, no control codes."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(plain(part) if isinstance(part, str) else part for part in objects), **options)
 
 
 def open_console(quiet: bool = False) -> Console:
-    """Standard output, without colours for numbers and without breaking long lines."""
+    """Make a console for standard output without highlighting and without line wrapping."""
     output: Any = Output()
     return PlainConsole(
         file=output if sys.stdout is not None else None,
@@ -77,14 +79,14 @@ def open_console(quiet: bool = False) -> Console:
 
 
 def complain(sentence: str) -> None:
-    """A sentence on standard error, if that can be written."""
+    """Write a sentence to standard error; ignore errors."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"t3d: {plain(sentence)}\n")
         sys.stderr.flush()
 
 
 class Display:
-    """Shows progress; it reads what it is given and changes nothing."""
+    """Shows the progress of training."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Display:
         self._started = self._marked = time.perf_counter()
         self._rate = 0.0
         self._lost = 0
-        self._evaluated = evaluated  # whether there are evaluations to show; else the episodes of training are shown
+        self._evaluated = evaluated  # whether to show evaluations; otherwise show training episodes
         self._episodes: list[float] = []
         self._evaluation: tuple[int, Evaluation] | None = None
         self._best: dict[int, float] = {}
@@ -121,7 +123,7 @@ class Display:
             self._live.stop()
 
     def begin_at(self, step: int, evaluations: list[dict[str, Any]]) -> None:
-        """A run that is taken up again: the step it is at, and the rows of its evaluations so far."""
+        """Set the step and the past evaluations of a resumed run."""
         self._step = self._marked_step = step
         for row in evaluations:
             self._best[row["seed"]] = max(_known(row["mean"]), self._best.get(row["seed"], -float("inf")))
@@ -131,18 +133,18 @@ class Display:
             self._evaluation = (last[0]["step"], Evaluation(returns, np.array([row["lengths"] for row in last])))
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line above the live table."""
         self.console.print(text)
 
     def advance(self, step: int, lost: int = 0) -> None:
-        """Called at every step, so it only looks at the clock now and then."""
+        """Update the step. This runs at every step, so it reads the clock only every 64 steps."""
         if lost > self._lost:
             self._lost = lost
             self.say(f"step {step:,}: a worker process died or hung and was replaced ({lost} so far)")
         before, self._step = self._step, step
         if step // 64 > before // 64:
             now = time.perf_counter()
-            if before < self.random_steps <= step:  # what follows is slower: the pace so far tells nothing of it
+            if before < self.random_steps <= step:  # steps with updates are slower: restart the measurement
                 self._rate, self._marked, self._marked_step = 0.0, now, step
             elif now - self._marked > 2:
                 rate = (step - self._marked_step) / (now - self._marked)
@@ -150,7 +152,7 @@ class Display:
                 self._marked, self._marked_step = now, step
 
     def training(self, rows: list[dict[str, Any]]) -> None:
-        """The losses and values of the last interval."""
+        """Show the losses and values of the last interval."""
         self._training = {row["seed"]: row for row in rows}
         if not self._evaluated and self._live is None:
             episodes = f"   {self._episode_returns()}" if self._episodes else ""
@@ -158,7 +160,7 @@ class Display:
             self._episodes.clear()
 
     def ended(self, rows: list[dict[str, Any]]) -> None:
-        """Episodes of training that ended."""
+        """Add finished training episodes."""
         if not self._evaluated:
             self._episodes += [row["return"] for row in rows]
 
@@ -170,7 +172,7 @@ class Display:
         self.say(f"step {step:>9,} of {self.steps:,}{rest}   {self._pace()}")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """An evaluation of every seed; what was shown already is not shown again."""
+        """Show an evaluation of all seeds; ignore one that was shown already."""
         if self._evaluation is not None and self._evaluation[0] == step:
             return
         self._evaluation = (step, evaluation)
@@ -208,7 +210,7 @@ class Display:
         if not self._evaluated:
             return Group(head, Text(f"{self._episode_returns() if self._episodes else ''}   {self._losses()}"))
         if self._evaluation is None:
-            return Group(head, Text("the first evaluation is under way …", style="dim"))
+            return Group(head, Text("the first evaluation is running …", style="dim"))
         step, evaluation = self._evaluation
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("seed")
@@ -231,7 +233,7 @@ class Display:
 
 
 def _known(mean: float | None) -> float:
-    """A mean that is missing is never the best."""
+    """A mean, or -inf if it is missing, so that it is never the best."""
     return -float("inf") if mean is None or np.isnan(mean) else mean
 
 

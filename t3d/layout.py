@@ -1,10 +1,9 @@
-"""An observation of several parts as one row of numbers, in an order that is written down.
+"""Flattens structured observations into one row of numbers.
 
-`describe` turns a Gymnasium space into plain JSON, which a policy keeps, and `flatten` lays out an observation of that
-space without asking Gymnasium. The order is that of `gymnasium.spaces.flatten`: the parts of a Dict in the order of the
-space (Gymnasium sorts the names of an ordinary dict), those of a Tuple one after another; arrays row by row; a Discrete
-number as one 1 among zeros. Images (uint8, height × width × channels) are arrays too, known by their kind; where the
-channels come first they are put last.
+`describe` converts a Gymnasium space to JSON, which is saved with a policy. `flatten` flattens an observation of that
+space without Gymnasium, in the order of `gymnasium.spaces.flatten`: the parts of a Dict in the order of the space
+(Gymnasium sorts the names of an ordinary dict), the parts of a Tuple in order, arrays in C order, Discrete values
+one-hot. Images (uint8, height × width × channels) are arrays with a kind of their own; channels are moved last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 from t3d.errors import T3DError
 
 Layout = dict[str, Any]
-SMALLEST = 8  # sides of a image
-LARGEST = 2**24  # numbers in an observation that a file may speak of
+SMALLEST = 8  # pixels of each side of an image
+LARGEST = 2**24  # numbers in an observation of a file
 
 
 def describe(space: spaces.Space[Any], name: str) -> Layout:
-    """The space in JSON; `name` it is the observation of, for the sentence if it cannot be laid out."""
+    """Convert an observation space to JSON. `name` is the environment in the error message."""
     if isinstance(space, spaces.Dict):
         return {"kind": "dict", "parts": {key: describe(part, name) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
@@ -37,50 +36,50 @@ def describe(space: spaces.Space[Any], name: str) -> Layout:
     if isinstance(space, spaces.MultiDiscrete):
         sizes, first = space.nvec.reshape(-1).tolist(), space.start.reshape(-1).tolist()
         return {"kind": "choice", "sizes": sizes, "first": first, "shape": list(space.shape)}
-    raise T3DError(f"{name} has observations of the kind {space}, which cannot be made into a row of numbers.")
+    raise T3DError(f"{name} has the observation space {space}, which cannot be made into a row of numbers.")
 
 
 def _is_image(space: spaces.Box, name: str) -> bool:
-    """Bytes with two sides of at least `SMALLEST` pixels; what is smaller is a table of numbers."""
+    """Whether the space is uint8 with two sides of at least `SMALLEST` pixels; smaller ones are plain arrays."""
     if space.dtype != np.uint8 or sum(side >= SMALLEST for side in space.shape) < 2:
         return False
-    if not _fits(space.shape):
+    if not _is_single_image(space.shape):
         raise T3DError(
-            f"{name} shows images of shape {space.shape}; they must be (height, width, channels), one at a time:"
-            " --frame-stack puts several together."
+            f"{name} observes images of shape {space.shape}; they must be (height, width, channels), one at a time."
+            " Use --frame-stack to stack several."
         )
     return True
 
 
-def _fits(shape: Sequence[int]) -> bool:
-    """Whether this is one image."""
-    height, width, channels = _size(shape) if len(shape) in (2, 3) else (0, 0, 0)
+def _is_single_image(shape: Sequence[int]) -> bool:
+    """Whether this is the shape of a single image."""
+    height, width, channels = _image_size(shape) if len(shape) in (2, 3) else (0, 0, 0)
     return min(height, width) >= SMALLEST and channels > 0
 
 
-def _size(shape: Sequence[int]) -> tuple[int, int, int]:
+def _image_size(shape: Sequence[int]) -> tuple[int, int, int]:
     height, width, channels = [*shape, 1][:3]
-    return (width, channels, height) if _first(shape) else (height, width, channels)
+    return (width, channels, height) if _channels_first(shape) else (height, width, channels)
 
 
-def _first(shape: Sequence[int]) -> bool:
-    """Whether a image's channels come first: there are fewer of them than there are rows or columns."""
+def _channels_first(shape: Sequence[int]) -> bool:
+    """Whether the channels of an image come first: there are fewer channels than columns."""
     return len(shape) == 3 and shape[0] < shape[2]
 
 
 def image_size(layout: Layout) -> tuple[int, int, int]:
-    """Height, width and channels of a image."""
-    return _size(layout["shape"])
+    """The height, width and channels of an image."""
+    return _image_size(layout["shape"])
 
 
 def channels_last(layout: Layout, arrays: NDArray[Any]) -> NDArray[Any]:
-    """Arrays (…, *shape) as they are, or if they are images with their channels first, with those last."""
-    first = layout["kind"] == "image" and _first(layout["shape"])
+    """Move the channels of images (…, *shape) last; return other arrays unchanged."""
+    first = layout["kind"] == "image" and _channels_first(layout["shape"])
     return np.moveaxis(arrays, -3, -1) if first else arrays
 
 
 def check(layout: Any) -> None:
-    """Refuse what `describe` would not have written: it may come from anybody's file."""
+    """Refuse an untrusted layout that `describe` would not write."""
     _check(layout)
     if size(layout) > LARGEST:
         raise ValueError(f"layout: an observation of {size(layout):,} numbers")
@@ -90,10 +89,10 @@ def _check(layout: Any) -> None:
     kinds = {"dict": dict, "tuple": list, "array": list, "image": list, "choice": list}
     kind = layout.get("kind") if isinstance(layout, dict) else None
     if kind not in kinds:
-        raise ValueError("layout is no description of an observation")
+        raise ValueError("layout is not a description of an observation")
     parts = layout.get("parts" if kind in ("dict", "tuple") else "shape")
     if not isinstance(parts, kinds[kind]):
-        raise ValueError(f"layout: a {kind} has no such parts as {parts!r}")
+        raise ValueError(f"layout: a {kind} cannot have the parts {parts!r}")
     if kind in ("dict", "tuple"):
         for part in _parts(layout).values():
             _check(part)
@@ -101,28 +100,28 @@ def _check(layout: Any) -> None:
     sizes = [*parts, *layout.get("sizes", [])]
     if not all(type(number) is int for number in [*sizes, *layout.get("first", [])]) or any(n < 0 for n in sizes):
         raise ValueError("layout: shapes and sizes must be whole numbers")
-    if kind == "image" and not _fits(parts):
-        raise ValueError(f"layout: {parts} is no image")
+    if kind == "image" and not _is_single_image(parts):
+        raise ValueError(f"layout: {parts} is not the shape of an image")
     if kind == "choice" and not len(layout["sizes"]) == len(layout["first"]) == prod(parts):
-        raise ValueError("layout: there must be as many sizes and first numbers as choices")
+        raise ValueError("layout: the numbers of sizes, first values and choices must be equal")
 
 
 def size(layout: Layout) -> int:
-    """How many numbers a row has."""
+    """The number of elements in a row."""
     if layout["kind"] in ("dict", "tuple"):
         return sum(size(part) for part in _parts(layout).values())
     return sum(layout["sizes"]) if layout["kind"] == "choice" else prod(layout["shape"])
 
 
 def leaves(layout: Layout) -> list[Layout]:
-    """The parts that have no parts, in the order of the row."""
+    """The parts without subparts, in the order of the row."""
     if layout["kind"] in ("dict", "tuple"):
         return [leaf for part in _parts(layout).values() for leaf in leaves(part)]
     return [layout]
 
 
 def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray[np.float64]:
-    """The observation as one row; what does not fit is named, as in `the observation['camera'][0]`."""
+    """Flatten an observation. Errors name the part, as in `the observation['camera'][0]`."""
     if layout["kind"] in ("dict", "tuple"):
         parts = _parts(layout)
         given = (
@@ -140,14 +139,14 @@ def flatten(layout: Layout, obs: Any, where: str = "the observation") -> NDArray
         raise ValueError(f"{where} has the shape {array.shape}, not {shape}")
     if layout["kind"] == "image":
         if array.dtype != np.uint8:
-            raise ValueError(f"{where} is a image in {array.dtype}, not in bytes (uint8)")
+            raise ValueError(f"{where} is an image of dtype {array.dtype}, not uint8")
         array = channels_last(layout, array)
     if layout["kind"] != "choice":
         return array.reshape(-1).astype(np.float64)
     chosen = array.reshape(-1) - np.array(layout["first"])
     sizes = np.array(layout["sizes"])
     if not ((chosen >= 0) & (chosen < sizes) & (chosen == np.floor(chosen))).all():
-        raise ValueError(f"{where} is {array.tolist()}, which is none of its {sizes.tolist()} choices")
+        raise ValueError(f"{where} is {array.tolist()}, which is not one of its {sizes.tolist()} choices")
     row = np.zeros(int(sizes.sum()))
     row[np.cumsum(sizes) - sizes + chosen.astype(int)] = 1
     return row

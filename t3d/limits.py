@@ -1,4 +1,4 @@
-"""How much memory and disk there is, and how many cores are free, before a run begins that needs more."""
+"""Checks of memory, disk space and free cores before a run starts."""
 
 import os
 import shutil
@@ -12,19 +12,19 @@ import torch
 from t3d import files
 from t3d.errors import T3DError
 
-CGROUPS = (  # the limit of a container, and what of it is used: version 2 and version 1
+CGROUPS = (  # memory limit and usage of a container: cgroup version 2 and version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device; None where the system does not say."""
+    """The free memory of a device in bytes; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     found = [_available()]
@@ -49,68 +49,68 @@ def _number(path: Path) -> int | None:
         text = files.read_text(path).strip()
     except T3DError:
         return None
-    return int(text) if text.isdecimal() else None  # "max" where there is no limit
+    return int(text) if text.isdecimal() else None  # "max" means no limit
 
 
 def refuse_oversize(rows: int, row_bytes: int, seeds: int, device: torch.device) -> None:
-    """Say before step 0 that a replay memory cannot be had, and the largest one that can."""
+    """Raise T3DError if the replay memory does not fit into free memory; name the largest size that fits."""
     free = free_memory(device)
     needed = rows * row_bytes * seeds
-    if free is not None and needed > 0.9 * free:  # the rest of a run needs some too
+    if free is not None and needed > 0.9 * free:  # the rest of the run needs memory too
         fits = int(0.9 * free) // (row_bytes * seeds)
         raise T3DError(
-            f"the replay memory needs {needed / 2**30:,.2f} GiB and {free / 2**30:,.2f} GiB are free on this"
+            f"the replay memory needs {needed / 2**30:,.2f} GiB, but {free / 2**30:,.2f} GiB are free on this"
             f" {'GPU' if device.type == 'cuda' else 'machine'}: --buffer-size {fits} fits."
         )
 
 
 def refuse_large_networks(sizes: Sequence[int], networks: int, device: torch.device) -> None:
-    """Say so before networks are made that cannot be had; sizes are those of their layers, inputs and outputs too."""
+    """Raise T3DError if the networks do not fit into free memory; `sizes` are the widths from input to output."""
     weights = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(sizes))
-    needed, free = 4 * 4 * weights * networks, free_memory(device)  # each with a target and Adam's two moments
+    needed, free = 4 * 4 * weights * networks, free_memory(device)  # weights, target and Adam's two moments
     if free is not None and needed > 0.9 * free:
         layers = ", ".join(f"{size:,}" for size in sizes[1:-1])
         raise T3DError(
-            f"networks with layers of {layers} need {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB are free:"
-            " give --hidden smaller numbers."
+            f"networks with layers of {layers} need {needed / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are free:"
+            " use smaller numbers for --hidden."
         )
 
 
 def short_of_disk(folder: Path, needed: int) -> str | None:
-    """A sentence where a folder's disk has less room than checkpoints will need."""
+    """Return a warning if the disk has less free space than checkpoints need."""
     free = shutil.disk_usage(folder).free
     if needed <= free:
         return None
     return (
-        f"Checkpoints of this run will need up to {needed / 2**30:,.2f} GiB, and the disk of {folder} has"
-        f" {free / 2**30:,.2f} GiB left: when it is full the run stops, with its last checkpoint whole."
+        f"Checkpoints of this run need up to {needed / 2**30:,.2f} GiB, but the disk of {folder} has"
+        f" {free / 2**30:,.2f} GiB left. If the disk is full, the run stops and keeps its last checkpoint."
     )
 
 
 def short_of_cores(threads: int) -> str | None:
-    """A sentence where other work would hold up threads that wait for each other: all wait for the slowest, often."""
+    """Return a warning if other processes use the cores: training threads often wait for the slowest one."""
     busy = busy_cores() if threads > 1 else None
     if busy is None or busy + threads < cores() + 0.5:
         return None
     fewer = max(1, round(cores() - busy))
     return (
-        f"{busy:.1f} of {cores()} cores are busy with other work: {threads} threads that wait for each other can be"
-        f" many times slower beside it than {fewer} (--threads {fewer}, when a run begins)."
+        f"{busy:.1f} of {cores()} cores are busy with other work: {threads} threads wait for each other and can be"
+        f" many times slower than {fewer}. Start a new run with --threads {fewer}."
     )
 
 
 def busy_cores(seconds: float = 0.2) -> float | None:
-    """How many of the cores that this process may use are at work for others; None where the system does not say."""
-    first, began, own = _idle(), time.monotonic(), time.process_time()
+    """How many cores of this process are busy with other processes; None if unknown."""
+    first, start, own = _idle(), time.monotonic(), time.process_time()
     time.sleep(seconds)
-    last, ended, own = _idle(), time.monotonic(), time.process_time() - own
+    last, end, own = _idle(), time.monotonic(), time.process_time() - own
     if first is None or last is None:
         return None
-    return max(0.0, cores() - (last - first + own) / (ended - began))
+    return max(0.0, cores() - (last - first + own) / (end - start))
 
 
 def _idle() -> float | None:
-    """Seconds that the cores of this process have had nothing to do, added up."""
+    """The total idle seconds of the cores of this process."""
     try:
         counts = {name: times for name, *times in map(str.split, files.read_text(Path("/proc/stat")).splitlines())}
         ours = [counts[f"cpu{core}"] for core in os.sched_getaffinity(0)]

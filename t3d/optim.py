@@ -1,6 +1,6 @@
 """Adam and Polyak averaging on dictionaries of tensors, in place.
 
-Every operation is element by element, so twins and seeds ride along as leading axes and none sees another.
+Every operation is elementwise, so twin critics and seeds are leading axes that do not affect each other.
 `count` is (S,), the Adam steps each seed has taken; parameters are (..., S, in, out).
 """
 
@@ -17,7 +17,7 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # Kingma & Ba, and PyTorch's default
 
 @dataclass
 class AdamState:
-    """What Adam remembers: two running moments for each parameter and how often it has stepped."""
+    """The state of Adam: two moments for each parameter, and the number of steps."""
 
     m: Parameters
     v: Parameters
@@ -25,16 +25,16 @@ class AdamState:
 
 
 def init_adam(parameters: Parameters, seeds: Tensor) -> AdamState:
-    """Moments at zero, no step taken."""
+    """Zero moments and zero steps."""
     zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
     return AdamState(zeros, {name: z.clone() for name, z in zeros.items()}, torch.zeros_like(seeds))
 
 
 def adam(parameters: Parameters, gradients: Parameters, state: AdamState, lr: float) -> None:
-    """w ← w − lr · m̂ / (√v̂ + ε), with the moments' start from zero corrected."""
+    """w ← w − lr · m̂ / (√v̂ + ε), with bias-corrected moments m̂ and v̂."""
     state.count.add_(1)
-    # In float64: 1 − 0.999 loses half of its digits in float32. And βᵗ as exp(t · log β): a compiler computes an
-    # exponential once and keeps it, a power again for each weight.
+    # In float64: 1 − 0.999 loses half of its digits in float32. βᵗ as exp(t · log β): a compiler computes the
+    # exponential once, but a power again for each weight.
     count = state.count.double()[:, None, None]  # (S, 1, 1)
     step = lr / (1 - torch.exp(count * log(BETA_1)))
     scale = (1 - torch.exp(count * log(BETA_2))).rsqrt()

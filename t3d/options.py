@@ -1,7 +1,8 @@
-"""The options of a command, as its dataclass declares them: the help page, and the check of what was typed.
+"""The options of a command, as its dataclass declares them: the help page, and the parser.
 
 An option is a field. Its help text is the string after the field. `Group` and `Shown` in its annotation say where
-and how the help page prints it: `threads: Annotated[int, Group.HARDWARE, Shown(default="by size")]`.
+and how the help page prints it: `threads: Annotated[int, Group.HARDWARE, Shown(default="by size")]`. `POSITIONAL` marks
+an argument that is given by its position, `SHOWN_ONLY` one that the parser does not read.
 """
 
 import ast
@@ -9,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
@@ -17,11 +18,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tyro.conf import Positional, Suppress
-
 from t3d.errors import T3DError, nearest, shown
 
 HELP = ("-h", "--help")
+POSITIONAL, SHOWN_ONLY = "positional", "shown only"
 _UNBROKEN = "\u00a0"
 
 
@@ -111,7 +111,7 @@ def _option(
     """The option that a field declares; `value` is its default, if the command line has another one."""
     many = get_origin(kind) is tuple
     kind = get_args(kind)[0] if many else kind
-    positional = any(extra is Positional for extra in extras)
+    positional = POSITIONAL in extras
     look = next((extra for extra in extras if isinstance(extra, Shown)), Shown())
     placeholder = look.value or _placeholder(kind, many)
     invocation = placeholder if positional else f"{flag(field.name)} {placeholder}".rstrip()
@@ -124,7 +124,7 @@ def _option(
         many=many,
         positional=positional,
         required=field.default is MISSING and field.default_factory is MISSING,
-        typed=all(extra is not Suppress for extra in extras),
+        typed=SHOWN_ONLY not in extras,
         group=group,
         placeholder=placeholder,
         invocation=look.invocation or invocation,
@@ -239,11 +239,12 @@ def _row(invocation: str, text: str, width: int, indent: int = 26) -> list[str]:
     return [f"  {invocation}", *lines]
 
 
-# ------------------------------------------------------------------------------------------------ check
+# ------------------------------------------------------------------------------------------------ parser
 
 
-def check(prog: str, options: Sequence[Option], words: Sequence[str]) -> None:
-    """Refuse the first thing that is wrong with what was typed after a command, in one sentence."""
+def parse(prog: str, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+    """The values that were typed after a command, by field; the first thing that is wrong is refused in a sentence."""
+    values: dict[str, Any] = {}
     by_name = {name: option for option in options for name in option.names}
     waiting = [option for option in options if option.positional]
     help_hint = f" All options: {prog} --help"
@@ -255,7 +256,7 @@ def check(prog: str, options: Sequence[Option], words: Sequence[str]) -> None:
                 positional, rest = rest, []
             else:
                 positional = [word, *_taken(rest)]
-            _check_positional(prog, waiting, positional)
+            _take_positional(prog, waiting, positional, values)
             continue
         name, equals, value = word.partition("=")
         option = by_name.get("--" + name[2:].replace("_", "-"))
@@ -264,26 +265,38 @@ def check(prog: str, options: Sequence[Option], words: Sequence[str]) -> None:
         if option.kind is bool:
             if equals:
                 raise T3DError(f"{name} takes no value.{help_hint}")
+            values[option.field] = not name.startswith("--no-")
             continue
         following = _taken(rest, None if option.many else 0 if equals else 1)
-        values = ([value] if equals else []) + following
-        if not values:
+        given = ([value] if equals else []) + following
+        if not given:
             raise T3DError(f"{name} needs a value: {takes(option.kind, option.many)}.{help_hint}")
-        for number, value in enumerate(values):
+        for number, value in enumerate(given):
             if sentence := _misfit(name, option, value):
                 first = number and any(one.name == "ENV" for one in waiting)
                 raise T3DError(sentence + (f" Put ENV before {name}." if first else "") + help_hint)
+        read = tuple(_READERS.get(option.kind, str)(value) for value in given)
+        values[option.field] = read if option.many else read[0]
     if waiting and waiting[0].required:
         raise T3DError(f'"{prog}" needs {waiting[0].name}: {_begun(waiting[0].text)}{help_hint}')
+    return values
 
 
-def _check_positional(prog: str, waiting: list[Option], words: list[str]) -> None:
-    """Refuse more arguments than the command takes; those that it takes are no longer waited for."""
+def fill(command: Any, values: dict[str, Any]) -> Any:
+    """A dataclass instance, and those inside it, with some of the fields set."""
+    names = {field.name: getattr(command, field.name) for field in fields(command)}
+    inner = {name: fill(part, values) for name, part in names.items() if is_dataclass(part)}
+    return replace(command, **inner, **{name: values[name] for name in names if name in values})
+
+
+def _take_positional(prog: str, waiting: list[Option], words: list[str], values: dict[str, Any]) -> None:
+    """Read arguments by position; more than the command takes are refused."""
     for word in words:
         if not waiting:
             raise T3DError(f'"{prog}" does not take the argument {shown(word)}. All options: {prog} --help')
-        if not waiting[0].many:
-            waiting.pop(0)
+        option = waiting[0] if waiting[0].many else waiting.pop(0)
+        value = _READERS.get(option.kind, str)(word)
+        values[option.field] = (*values.get(option.field, ()), value) if option.many else value
 
 
 def _is_option(word: str) -> bool:
@@ -321,9 +334,8 @@ def _misfit(name: str, option: Option, value: str) -> str:
             return ""
         hint = nearest(value, get_args(option.kind), 1)
         return f"{name} cannot be {shown(value)}: it takes {takes(option.kind)}.{hint}"
-    readers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: float}
     try:
-        readers.get(option.kind, str)(value)
+        _READERS.get(option.kind, str)(value)
     except ValueError:
         return f"{name} cannot be {shown(value)}: it takes {takes(option.kind, option.many)}."
     return ""
@@ -349,6 +361,9 @@ def whole_number(word: str) -> int:
     if not number.is_integer():
         raise ValueError(f"{word} is not a whole number")
     return int(number)
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: whole_number, float: float, Path: Path}
 
 
 def _begun(text: str) -> str:

@@ -1,8 +1,8 @@
 """Random numbers as a pure function of (seed, purpose, counter, index).
 
-There is no generator to save or to share: a number is a hash of where it is used. Two seeds never
-disturb each other, a run continues exactly from its counters, and the same lines give the same bits on
-a CPU and on a GPU. Everything is int64 tensor arithmetic (it wraps around), so a compiler can fuse it.
+There is no generator state to save or to share: a number is a hash of its arguments. Seeds are
+independent, a run resumes exactly from its counters, and CPU and GPU give the same bits. All
+operations are int64 tensor arithmetic that wraps around, so a compiler can fuse them.
 
 Shapes: `seeds` (S,) and `counter` (S,) or an int; the result is (S, *shape).
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a number is for. The values are part of every run's identity: add, never renumber."""
+    """What a number is used for. Results depend on the values: add new ones, never renumber."""
 
     ACTOR_WEIGHTS = 1
     CRITIC_WEIGHTS = 2
@@ -41,7 +41,7 @@ _MULTIPLY_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift: `>>` on int64 drags the sign bit along, the mask takes it off again."""
+    """Logical right shift: `>>` on int64 copies the sign bit, and the mask removes the copies."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
@@ -56,19 +56,19 @@ def bits64(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequen
     """64 random bits for each index of `shape`, for each seed: (S, *shape) int64."""
     stream = _mix((_mix(seeds * _GOLDEN) + int(purpose)) * _GOLDEN)  # (S,)
     stream = _mix((stream + counter) * _GOLDEN)  # (S,)
-    # The index is added before it is multiplied: Triton's `arange` is 32 bits wide, `stream` makes it 64.
+    # Add the index before multiplying: Triton's `arange` has 32 bits, and adding `stream` widens it to 64.
     index = torch.arange(prod(shape), device=seeds.device)
     return _mix((stream[:, None] + index) * _GOLDEN).reshape(-1, *shape)
 
 
 def halves(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequence[int]) -> Tensor:
-    """`bits64` with its halves exchanged: the lower one is `bits32`, and the upper one is there for more."""
+    """`bits64` with its halves swapped: the lower half is `bits32`, the upper half is free for other uses."""
     bits = bits64(seeds, purpose, counter, shape)
     return _shift(bits, 32) | (bits << 32)
 
 
 def bits32(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequence[int]) -> Tensor:
-    """32 random bits as int64 in [0, 2^32), to draw indices from: `(bits · size) >> 32`."""
+    """32 random bits as int64 in [0, 2^32), for indices: `(bits · size) >> 32`."""
     return _shift(bits64(seeds, purpose, counter, shape), 32)
 
 
@@ -79,7 +79,7 @@ def uniform(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Seque
 
 
 def normal(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Standard normal by Box–Muller, both of its uniforms cut from one 64-bit number."""
+    """Standard normal by Box–Muller; both uniforms come from one 64-bit number."""
     bits = bits64(seeds, purpose, counter, shape)
     radius = (_shift(bits, 40) + 1).to(dtype) * 2.0**-24  # (0, 1]: the logarithm is finite
     angle = (bits & 0xFFFFFF).to(dtype) * 2.0**-24
@@ -87,6 +87,6 @@ def normal(seeds: Tensor, purpose: Purpose, counter: Tensor | int, shape: Sequen
 
 
 def integer(seed: int, purpose: Purpose, counter: int, index: int = 0) -> int:
-    """One number below 2^31 on the host, to seed somebody else's generator with."""
+    """One number below 2^31 on the host, to seed other generators."""
     bits = bits64(torch.tensor([seed]), purpose, counter, (index + 1,))
     return int(bits[0, index]) & 0x7FFFFFFF

@@ -213,7 +213,7 @@ class ActorUpdate:
 
 @dataclass(frozen=True)
 class Update:
-    """Every value of one update by name, in the order of the steps. Compilers drop what nobody reads."""
+    """Every value of one update by name, in the order of the steps."""
 
     batch: Batch  # [step 4]
     target_action: Tensor  # [step 5] a' before the noise

@@ -32,6 +32,7 @@ from t3d.errors import T3DError, shown
 from t3d.evaluate.async_evaluator import make_evaluator, resolve_async_eval
 from t3d.evaluate.evaluator import AnyEvaluator, Evaluator, NoEvaluator, PolicySnapshot
 from t3d.learners import CannotCompile, Learner, hardware, make_learner
+from t3d.recorder import Recorder, Row, about, describe, finite
 from t3d.run_state import (
     RunSetup,
     RunState,
@@ -44,7 +45,6 @@ from t3d.run_state import (
 )
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import CHANGEABLE, Run, claim
-from t3d.runs.recorder import Recorder, Row, about, describe, finite
 
 Floats = NDArray[np.float32]
 MOST_STEPS = 64  # between two looks at the clock, the display and the checkpoints
@@ -178,6 +178,7 @@ class Trainer:
         self._clock, self._clock_step = time.perf_counter(), state.step
         if state.evaluated < 0:
             self.save()
+            checkpoints.wait()  # rows without any checkpoint are a sign that checkpoints were removed
             if not self.config.eval_every:
                 state.evaluated = 0
         if state.pending_eval is not None:
@@ -305,8 +306,13 @@ class Trainer:
 
     @classmethod
     @contextmanager
-    def create(cls, setup: RunSetup, out: str | Path | None, display: Display) -> Iterator["Trainer"]:
-        """A new run. Everything is checked before its folder is made: what is refused leaves nothing behind."""
+    def create(
+        cls, setup: RunSetup, out: str | Path | None, display: Display, base: Path | None = None
+    ) -> Iterator["Trainer"]:
+        """A new run. Everything is checked before its folder is made: what is refused leaves nothing behind.
+
+        A relative `out` is below `base`, by default the working directory.
+        """
         config = setup.config
         with ExitStack() as stack:
             stack.enter_context(hardware(config.threads, config.precision))
@@ -314,7 +320,7 @@ class Trainer:
             config = resolve_async_eval(config, setup.factory, state.learner.agent.actor, state.collector.envs)
             evaluator = _open_evaluator(stack, setup, state, config)
             learner, config = _ready(state, config, display)
-            run = Run(claim(out, setup.factory.name))
+            run = claim(out, setup.factory.name, base or Path.cwd())
             stack.enter_context(run.lock())
             stack.enter_context(closing(run.log))
             run.begin(describe(replace(setup, config=config)))
@@ -401,6 +407,7 @@ def _restore_newest(state: RunState, recorder: Recorder) -> None:
     if found is None and checkpoints.written():
         raise run.nothing_whole()
     if found is None:
+        run.refuse_lost_checkpoints()
         say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
         checkpoints.discard_unfinished()
         run.log.begin()

@@ -112,7 +112,7 @@ def test_a_suite_is_trained_once_and_goes_on_where_it_stopped(tmp_path, monkeypa
     train()
     assert path.read_bytes() == first and "left alone" in said[-2]
     path.unlink()
-    with pytest.raises(t3d.T3DError, match="was begun with steps 60, and now it is 80"):
+    with pytest.raises(t3d.T3DError, match="was started with steps 60, but now it is 80"):
         returns.train_suite([TASK], 2, {"steps": 80}, tmp_path / "results", tmp_path / "runs", said.append)
 
 
@@ -170,7 +170,9 @@ def test_the_ablations_order_is_compared_with_the_papers(tmp_path):
     values = {"q_predicted": [[0, 9], [0, 11]], "discounted_return": [[0, 10], [0, None]]}
     made(tmp_path, "ablation-td3-Walker2d-v5", "Walker2d-v5", [[0, 1], [0, 3]], "td3", **values)
     found = tables.read_results(tmp_path)["ablation"]
-    assert tables.overestimation(found) == ["Walker2d-v5, value of a state: TD3 expected 5.00 where 3.33 came (+50%)."]
+    assert tables.overestimation(found) == [
+        "Walker2d-v5, value of a state: TD3 predicted 5.00, discounted return 3.33 (+50%)."
+    ]
     said = tables.ordering(found)
     assert said == [
         "Hopper-v5: TD3 and no delay cannot be told apart.",

@@ -81,7 +81,7 @@ def test_a_torn_row_is_named(run, capsys):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"n": 99, "kind": "epi')
     line = len((run / "metrics.jsonl").read_bytes().splitlines())
-    with pytest.warns(t3d.errors.T3DWarning, match=f"line {line}, is cut off after 22 bytes: it is left out"):
+    with pytest.warns(t3d.errors.T3DWarning, match=f"line {line}, is cut off after 22 bytes: it is ignored"):
         rows = t3d.Run.open(run).metrics
     assert rows[-1]["step"] == 300
     t3d.resume(run, steps=310)
@@ -151,7 +151,7 @@ def test_a_segment_lost_during_a_run_is_said_and_written_again(tmp_path, monkeyp
     during(monkeypatch, 200, (path / "replay" / "step-70.safetensors").unlink)
     t3d.train("Pendulum-v1", out=path, **{**KNOBS, "progress": True})
     said = capsys.readouterr().out
-    assert "step-70.safetensors was removed or changed while the run was going on" in said
+    assert "step-70.safetensors was removed or changed during the run" in said
     monkeypatch.undo()
     whole = t3d.train("Pendulum-v1", 400, out=tmp_path / "whole", **SMALL)
     t3d.resume(path, steps=400, progress=False)
@@ -172,7 +172,7 @@ def test_metrics_lost_during_a_run_are_said_and_written_again(change, tmp_path, 
     path = tmp_path / "run"
     during(monkeypatch, 200, lambda: change(path / "metrics.jsonl"))
     t3d.train("Pendulum-v1", out=path, **{**KNOBS, "progress": True})
-    assert "metrics.jsonl was removed or changed while the run was writing it" in capsys.readouterr().out
+    assert "metrics.jsonl was removed or changed during the run" in capsys.readouterr().out
     monkeypatch.undo()
     whole = t3d.train("Pendulum-v1", out=tmp_path / "whole", **KNOBS)
     assert end_of(path) == end_of(whole.path)
@@ -291,7 +291,7 @@ def test_rows_are_numbered_and_chained(tmp_path):
     assert [json.loads(line)["n"] for line in lines] == [*range(5)]
     for damaged_lines in (lines[1:], lines[:2] + lines[3:], [lines[0], lines[2], lines[1], *lines[3:]], lines[:2] * 2):
         (tmp_path / "metrics.jsonl").write_bytes(b"".join(damaged_lines))
-        with pytest.raises(T3DError, match=r"line \d: the row is not as it was written"):
+        with pytest.raises(T3DError, match=r"line \d: the checksum does not match"):
             Metrics(tmp_path).rows()
 
 
@@ -299,7 +299,7 @@ def test_segments_are_put_together_only_as_they_were_written(run, monkeypatch):
     monkeypatch.setattr(checkpoints, "MOST_SEGMENTS", 3)
     during(monkeypatch, 301, lambda: (run / "replay" / "step-70.safetensors").write_bytes(
         b"x" + (run / "replay" / "step-70.safetensors").read_bytes()[1:]))  # fmt: skip
-    with pytest.raises(T3DError, match=r"step-70\.safetensors is not as it was written"):
+    with pytest.raises(T3DError, match=r"step-70\.safetensors does not match its checksum"):
         t3d.resume(run, steps=400, progress=False)
     monkeypatch.undo()
     t3d.resume(run, steps=400, progress=False)  # mended from its parity

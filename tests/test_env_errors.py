@@ -450,10 +450,10 @@ ENDED = np.array([True, False])
 VECTORS = [
     ("an exception", {"error": ZeroDivisionError("x")}, r"step 7: step\(\) raised ZeroDivisionError: x"),
     ("SystemExit", {"error": SystemExit(0)}, r"step\(\) raised SystemExit"),
-    ("rewards in columns", {"reward": np.ones((2, 1))}, r"the rewards are float64 \(2, 1\), not 2 in a row"),
-    ("rewards of three", {"reward": np.ones(3)}, r"the rewards are float64 \(3,\), not 2"),
+    ("rewards in columns", {"reward": np.ones((2, 1))}, r"the rewards are float64 \(2, 1\), not of shape \(2,\)"),
+    ("rewards of three", {"reward": np.ones(3)}, r"the rewards are float64 \(3,\), not of shape \(2,\)"),
     ("rewards of text", {"reward": np.array(["1", "2"])}, "the rewards are <U1"),
-    ("one flag", {"terminated": np.zeros(1, bool)}, r"the terminated flags are bool \(1,\), not 2"),
+    ("one flag", {"terminated": np.zeros(1, bool)}, r"the terminated flags are bool \(1,\), not of shape \(2,\)"),
     ("flags that are numbers", {"truncated": np.zeros(2)}, "the truncated flags are float64"),
     ("a flag that is none", {"truncated": None}, "the truncated flags are object"),
     ("other observations", {"obs": np.ones((2, 3))}, r"the observations are float64 \(2, 3\)"),
@@ -480,7 +480,7 @@ def test_vector_environments_that_fail_are_sentences(change, sentence, cut, tmp_
 @pytest.mark.parametrize("count", [3, 7, 16])
 def test_random_steps_are_exact(count, monkeypatch):
     """Whatever the number of environments, so many actions are random and the next one is the actor's."""
-    from test_training import begin
+    from test_trainer import begin
 
     state, config = begin(num_envs=count, random_steps=20, steps=200)
     actor = np.full((1, count, 2), 9.0, np.float32)

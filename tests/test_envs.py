@@ -172,9 +172,9 @@ def test_stacks_of_pictures_and_strange_makers_are_refused():
     with pytest.raises(T3DError, match="has no observation_space"):
         batch(type("Bare", (gymnasium.Env,), {}))
     one = gymnasium.make("Pendulum-v1")
-    with pytest.raises(T3DError, match="gave the same environment twice"):
+    with pytest.raises(T3DError, match="returned the same environment twice"):
         batch(lambda: one, count=2)
-    with pytest.raises(T3DError, match="gave the same environment twice"):
+    with pytest.raises(T3DError, match="returned the same environment twice"):
         batch(one, count=2)
     with pytest.raises(T3DError, match=r"cannot be made: ZeroDivisionError: .*test_envs\.py"):
         batch(lambda: 1 / 0)

@@ -71,7 +71,7 @@ def test_updates_count_real_steps():
 
 def test_what_cannot_be_relabelled_is_said(tmp_path):
     with pytest.raises(
-        t3d.T3DError, match=r"is for goal tasks, whose observations have observation.*Pendulum-v1 is none"
+        t3d.T3DError, match=r"needs a goal task, whose observations have observation.*Pendulum-v1 is not one"
     ):
         Hindsight(env_factory("Pendulum-v1"), 4)
     with pytest.raises(t3d.T3DError, match="--her needs --n-step 1"):
@@ -80,7 +80,7 @@ def test_what_cannot_be_relabelled_is_said(tmp_path):
     class Dumb(Reach):
         compute_reward = None
 
-    with pytest.raises(t3d.T3DError, match=r"it has no compute_reward\(\)"):
+    with pytest.raises(t3d.T3DError, match=r"compute_reward\(\), but .* has none"):
         Hindsight(env_factory(Dumb), 4)
     with pytest.raises(t3d.T3DError, match="does not hold an episode of 15 steps with --her 4"):
         t3d.train(Reach, 100, out=tmp_path / "run", her=4, buffer_size=40, progress=False)
@@ -91,12 +91,12 @@ def test_what_cannot_be_relabelled_is_said(tmp_path):
     [
         (
             lambda self, achieved, desired, info: 5.0,
-            r"was worth -?\d, and its compute_reward\(\) says 5 for the same goal",
+            r"had the reward -?\d, but compute_reward\(\) returns 5 for the same goal",
         ),
         (lambda self, achieved, desired, info: 1 / 0, r"Task: compute_reward\(\) raised ZeroDivisionError"),
         (
             lambda self, achieved, desired, info: None,
-            r"compute_reward\(\) gave array\(None.*which is not a finite number",
+            r"compute_reward\(\) returned array\(None.*which is not a finite number",
         ),
     ],
 )

@@ -166,12 +166,12 @@ def test_odd_files_are_sentences_and_quick(name, kind, run, monkeypatch):
         lambda: t3d.resume(run, progress=False),
         lambda: t3d.resume(run, steps=160, progress=False),
     ):
-        begin = time.monotonic()
+        begin = time.process_time()
         try:
             call()
         except T3DError as error:
             assert "\n" not in str(error)
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     assert slowest < 1.5  # with 10 steps of training in it
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300_000  # kilobytes
 
@@ -242,10 +242,10 @@ def test_crafted_manifests_are_sentences(case, run, victim, capsys):
     before = tree(victim)
     crafted.older_checkpoints_removed(run)
     crafted.manifest(run, MANIFESTS[case])
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(T3DError):
         t3d.resume(run, steps=200)
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     if case != "no segments":  # it is noticed only where the state says how many rows there are
         assert "The checkpoint of step 150 is skipped." in capsys.readouterr().out
     assert tree(victim) == before
@@ -255,7 +255,7 @@ def test_a_manifest_with_nan_for_a_step(run, capsys):
     path = crafted.newest(run) / "manifest.json"
     path.write_text(path.read_text().replace('"step": 150', '"step": NaN'))
     t3d.resume(run)
-    assert "NaN is no number" in capsys.readouterr().out
+    assert "NaN is not a number" in capsys.readouterr().out
 
 
 def filled(name, value, dtype=None):
@@ -302,10 +302,10 @@ STATES = {
 def test_crafted_states_are_sentences(case, run):
     crafted.older_checkpoints_removed(run)
     crafted.state(run, STATES[case])
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(T3DError) as refused:
         t3d.resume(run, steps=200, progress=False)
-    assert time.monotonic() - begin < 1 and "\n" not in str(refused.value)
+    assert time.process_time() - begin < 1 and "\n" not in str(refused.value)
 
 
 CONFIGS = {
@@ -346,7 +346,7 @@ def test_crafted_configs_are_sentences(case, checkpoint, run, capsys):
     crafted.config(run, **CONFIGS[case])
     if not checkpoint:
         shutil.rmtree(run / "checkpoints")
-    memory, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    memory, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     for command in ("resume", "evaluate"):
         if case == "huge networks" and command == "evaluate":
             continue  # the networks are in the policies, and those are ordinary
@@ -354,7 +354,7 @@ def test_crafted_configs_are_sentences(case, checkpoint, run, capsys):
             main([command, str(run)])
         err = capsys.readouterr().err
         assert left.value.code == 2 and err.startswith("t3d: ") and err.count("\n") == 1 and len(err) < 1000, err
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300_000
 
 
@@ -470,10 +470,10 @@ def test_strange_tensors_are_sentences(case, run):
         (run / "agent.safetensors", lambda: agent.load("agent", run)),
     ):
         path.write_bytes(content)
-        begin = time.monotonic()
+        begin = time.process_time()
         with pytest.raises(T3DError) as refused:
             call()
-        assert "\n" not in str(refused.value) and time.monotonic() - begin < 1
+        assert "\n" not in str(refused.value) and time.process_time() - begin < 1
     assert all(torch.equal(before[name], tensor) for name, tensor in agent._saved().items())
 
 
@@ -492,12 +492,12 @@ def test_a_sparse_policy_takes_no_memory(header, run):
 def test_a_tensor_of_many_dimensions_is_refused_at_once(run):
     path = run / "policies" / "best-seed-0.safetensors"
     path.write_bytes(raw({"a": {"dtype": "F32", "shape": [1] * 250_000, "data_offsets": [0, 4]}}, 4))
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(T3DError, match=r"dimensions|header does not fit"):
         t3d.load(run)
     with pytest.raises(T3DError, match="dimensions"):
         files.unpack(path.read_bytes(), path)
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def sparse(path, size):
@@ -530,11 +530,11 @@ def test_files_of_two_runs_are_not_mixed(run, tmp_path):
     policy = run / "policies" / "best-seed-0.safetensors"
     before = policy.read_bytes()
     policy.write_bytes((other / "policies" / policy.name).read_bytes())
-    with pytest.raises(T3DError, match="policy of another run"):
+    with pytest.raises(T3DError, match="policy of a different run"):
         t3d.load(run)
     policy.write_bytes(before)
     shutil.copy(other / "config.json", run / "config.json")
-    with pytest.raises(T3DError, match="another run"):
+    with pytest.raises(T3DError, match="a different run"):
         t3d.load(run)
     with pytest.raises(T3DError, match=r"no checkpoint of .* is whole"):
         t3d.resume(run, steps=200, progress=False)
@@ -545,7 +545,7 @@ def test_rows_of_seeds_that_a_run_does_not_have(run):
         rows[0]["seed"] = 77
 
     crafted.metrics(run, change)
-    with pytest.raises(T3DError, match="speaks of the seed 77"):
+    with pytest.raises(T3DError, match="has a row of seed 77"):
         t3d.Run.open(run).metrics  # noqa: B018
 
 
@@ -596,7 +596,7 @@ def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch)
         return turn(state, *arguments)
 
     monkeypatch.setattr(t3d.trainer, "turn", swapped)
-    with pytest.raises(T3DError, match="is another folder than before: it was moved or replaced"):
+    with pytest.raises(T3DError, match="is a different folder than before: it was moved or replaced"):
         t3d.train("Pendulum-v1", out=path, **KNOBS)
     assert tree(victim) == before
 
@@ -655,11 +655,11 @@ def test_strange_results_are_sentences(case, result, tmp_path, capsys):
     values = json.loads(json.dumps(result))
     BENCH[case](values)
     (tmp_path / "quick-Pendulum-v1.json").write_text(json.dumps(values))
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(SystemExit) as left:
         main(["bench", "table", "--results", str(tmp_path)])
     err = capsys.readouterr().err
-    assert left.value.code == 2 and err.startswith("t3d: ") and err.count("\n") == 1 and time.monotonic() - begin < 1
+    assert left.value.code == 2 and err.startswith("t3d: ") and err.count("\n") == 1 and time.process_time() - begin < 1
 
 
 def test_links_to_results_are_not_followed(result, tmp_path, capsys):
@@ -689,7 +689,7 @@ def test_a_run_shows_itself_in_plain_text(run):
 def test_braces_in_the_name_of_a_run_that_is_in_use(source, tmp_path):
     shutil.copytree(source, tmp_path / "run-{best}")
     run = Run(tmp_path / "run-{best}")
-    with run.lock(), pytest.raises(T3DError, match=r"run-\{best\} is being written by process"):
+    with run.lock(), pytest.raises(T3DError, match=r"run-\{best\} is locked by process"):
         Run(run.path).lock()
 
 

@@ -44,9 +44,9 @@ def test_what_does_not_fit_is_named():
         flatten(layout, {"arm": (np.zeros(3), 1)})
     with pytest.raises(ValueError, match=r"the observation has the parts \['arm'\]; this is \['leg'\]"):
         flatten(layout, {"leg": 1})
-    with pytest.raises(ValueError, match=r"the observation\['arm'\]\[1\] is 3, which is none of its \[3\] choices"):
+    with pytest.raises(ValueError, match=r"the observation\['arm'\]\[1\] is 3, which is not one of its \[3\] choices"):
         flatten(layout, {"arm": (np.zeros((2, 3)), 3)})
-    with pytest.raises(t3d.T3DError, match=r"x has observations of the kind .*, which cannot be made into a row"):
+    with pytest.raises(t3d.T3DError, match=r"x has the observation space .*, which cannot be made into a row"):
         describe(spaces.Text(5), "x")
 
 

@@ -39,6 +39,6 @@ def test_a_run_says_so(tmp_path, monkeypatch, capsys):
 
 def test_what_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
     monkeypatch.setattr("t3d.limits.free_memory", lambda device: 10**6)
-    with pytest.raises(t3d.T3DError, match=r"needs 3.35 GiB and 0.00 GiB are free .*: --buffer-size \d+ fits"):
+    with pytest.raises(t3d.T3DError, match=r"needs 3.35 GiB, but 0.00 GiB are free .*: --buffer-size \d+ fits"):
         t3d.train("Pendulum-v1", 100_000_000, out=tmp_path / "run", buffer_size=90_000_000, **KNOBS)
     assert not (tmp_path / "run").exists()

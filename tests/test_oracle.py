@@ -6,13 +6,14 @@ import torch
 from gymnasium import spaces
 from oracle import Eye, Oracle, layers_of
 
-from t3d import T3D, networks, rng, steps
-from t3d.agent import tensors
+from t3d import T3D, rng, steps
 from t3d.layout import describe
-from t3d.pixels.encoder import seeing
+from t3d.networks import Networks
+from t3d.pixels.encoder import image_networks
 from t3d.pixels.frame_stack import FrameStack
 from t3d.replay import Batch
 from t3d.rng import Purpose
+from t3d.state_dict import tensors
 
 OBS, ACTION, BATCH, HIDDEN = 5, 2, 32, (24, 16)
 KNOBS = steps.Hyperparameters(gamma=0.97, tau=0.03, actor_lr=2e-3, critic_lr=3e-3)
@@ -31,20 +32,16 @@ def draw_batch(source, limit=1.0):
     )
 
 
-class Given:
-    """A memory that samples one given batch."""
-
-    def __init__(self, s, a, r, s2, done, dtype):
-        obs, action, reward, next_obs, terminated = (torch.tensor(x, dtype=dtype)[None] for x in (s, a, r, s2, done))
-        self.parts = (obs, action, reward, next_obs, terminated)
-
-    def sample(self, bits, gamma):
-        return Batch(*self.parts, torch.full_like(self.parts[2], gamma))
+def as_batch(s, a, r, s2, done, dtype):
+    """What the package samples, for one seed."""
+    parts = [torch.tensor(x, dtype=dtype)[None] for x in (s, a, r, s2, done)]
+    return Batch(*parts, torch.full_like(parts[2], KNOBS.gamma))
 
 
-def train_both(updates, dtype, limit=1.0, normalized=False):
+def train_both(updates, dtype, limit=1.0, critic_norm=False):
     """An agent and an oracle after the same updates."""
-    agent = steps.init_agent(torch.tensor([7]), OBS, ACTION, HIDDEN, dtype, normalized=normalized)
+    networks = Networks(critic_norm=critic_norm)
+    agent = steps.init_agent(torch.tensor([7]), OBS, ACTION, HIDDEN, dtype, networks)
     oracle = Oracle(
         layers_of(agent.actor, 0),
         [layers_of(agent.critic, 0, 0), layers_of(agent.critic, 1, 0)],
@@ -55,9 +52,8 @@ def train_both(updates, dtype, limit=1.0, normalized=False):
     source = np.random.default_rng(0)
     for update in range(1, updates + 1):
         *transitions, noise = draw_batch(source, limit)
-        memory = Given(*transitions, dtype)
         epsilon = torch.tensor(noise, dtype=dtype)[None]
-        steps.learn(memory, agent, torch.empty(0), epsilon, KNOBS, update % 2 == 0, limit)
+        steps.learn(as_batch(*transitions, dtype), agent, epsilon, KNOBS, update % 2 == 0, limit)
         oracle.update(*transitions, noise, **ORACLE_KNOBS)
     return tensors(agent), oracle.tensors()
 
@@ -85,7 +81,7 @@ def test_float64(updates, limit):
 
 @pytest.mark.parametrize("updates", [1, 2, 50])
 def test_critics_with_normalised_layers(updates):
-    ours, theirs = train_both(updates, torch.float64, normalized=True)
+    ours, theirs = train_both(updates, torch.float64, critic_norm=True)
     assert "critic.gain2" in ours and (updates == 1 or not (ours["target_critic.gain1"] == 1).all())
     assert_equal(ours, theirs)
 
@@ -148,24 +144,23 @@ def test_networks_that_see(encoder, numbers):
     """Two layers of convolutions over two frames, with and without numbers beside them: every tensor, five updates."""
     parts = {"camera": spaces.Box(0, 255, (13, 22, 3), np.uint8), "numbers": spaces.Box(-1, 1, (numbers,))}
     frame_stack = FrameStack.of(describe(spaces.Dict(parts), "x"), 2)
-    with networks.using(seeing(frame_stack, encoder)):
-        agent = steps.init_agent(torch.tensor([7]), frame_stack.dim, ACTION, HIDDEN, torch.float64)
-        whose = "critic.encoder." if encoder == "critic" else "encoder."
-        of_critics = [encoder_of(agent.critic, "encoder.", twin, 0) for twin in (0, -1)]
-        eyes = [encoder_of(agent.actor, whose, 0), *of_critics]
-        heads = [head_of(agent.actor, 0), head_of(agent.critic, 0, 0), head_of(agent.critic, 1, 0)]
-        actor, *critics = (eye + head for eye, head in zip(eyes, heads, strict=True))
-        eye = Eye(len(eyes[0]), 2, 13, 22, 3, shared=encoder == "critic")
-        rates = {"actor_lr": KNOBS.actor_lr, "critic_lr": KNOBS.critic_lr}
-        oracle = Oracle(actor, critics, eye=eye, **rates)
-        source = np.random.default_rng(0)
-        for update in range(1, 6):
-            s, a, r, s2, done, noise = draw_batch(source)
-            s, s2 = (np.concatenate([source.integers(0, 256, (BATCH, eye.pixels)), x[:, :numbers]], 1) for x in (s, s2))
-            epsilon = torch.tensor(noise)[None]
-            memory = Given(s, a, r, s2, done, torch.float64)
-            steps.learn(memory, agent, torch.empty(0), epsilon, KNOBS, update % 2 == 0)
-            oracle.update(s, a, r, s2, done, noise, **ORACLE_KNOBS)
+    networks = image_networks(frame_stack, encoder)
+    agent = steps.init_agent(torch.tensor([7]), frame_stack.dim, ACTION, HIDDEN, torch.float64, networks)
+    whose = "critic.encoder." if encoder == "critic" else "encoder."
+    of_critics = [encoder_of(agent.critic, "encoder.", twin, 0) for twin in (0, -1)]
+    eyes = [encoder_of(agent.actor, whose, 0), *of_critics]
+    heads = [head_of(agent.actor, 0), head_of(agent.critic, 0, 0), head_of(agent.critic, 1, 0)]
+    actor, *critics = (eye + head for eye, head in zip(eyes, heads, strict=True))
+    eye = Eye(len(eyes[0]), 2, 13, 22, 3, shared=encoder == "critic")
+    rates = {"actor_lr": KNOBS.actor_lr, "critic_lr": KNOBS.critic_lr}
+    oracle = Oracle(actor, critics, eye=eye, **rates)
+    source = np.random.default_rng(0)
+    for update in range(1, 6):
+        s, a, r, s2, done, noise = draw_batch(source)
+        s, s2 = (np.concatenate([source.integers(0, 256, (BATCH, eye.pixels)), x[:, :numbers]], 1) for x in (s, s2))
+        epsilon = torch.tensor(noise)[None]
+        steps.learn(as_batch(s, a, r, s2, done, torch.float64), agent, epsilon, KNOBS, update % 2 == 0)
+        oracle.update(s, a, r, s2, done, noise, **ORACLE_KNOBS)
     ours, theirs = tensors(agent), oracle.tensors()
     assert ours.keys() - {"seeds"} == theirs.keys()
     for name, tensor in theirs.items():

@@ -95,7 +95,7 @@ def test_a_torn_last_row_is_left_out_and_a_wrong_one_named(run, tmp_path):
     with pytest.warns(T3DWarning, match="is cut off after 15 bytes"):
         assert len(t3d.Run(tmp_path).metrics) == rows
     (tmp_path / "metrics.jsonl").write_text("[1]\n")
-    with pytest.raises(T3DError, match="line 1: the row is not as it was written"):
+    with pytest.raises(T3DError, match="line 1: the checksum does not match"):
         t3d.Run(tmp_path).evaluations  # noqa: B018
 
 

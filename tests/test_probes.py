@@ -4,10 +4,10 @@ import pytest
 import torch
 from scripted import ConstantReward, RewardFromAction, RewardFromBoth, RewardFromObservation, TwoSteps
 
-from t3d import networks, run_state, trainer
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate
+from t3d.run_state import RunSetup
+from t3d.trainer import Trainer
 
 CONFIG = Config(
     steps=1200, random_steps=300, hidden=(32, 32), batch_size=64, actor_lr=3e-3, critic_lr=3e-3, tau=0.05, gamma=0.9,
@@ -17,33 +17,31 @@ CONFIG = Config(
 
 @pytest.fixture
 def learned():
-    """Trains on a probe and gives the state."""
+    """Trains on a probe and gives the agent."""
     trained = []
 
     def train(probe):
         config = resolve(CONFIG, "td3", probe.__name__, seeds=2)
-        state = run_state.begin(env_factory(probe), [0, 1], config)
-        trained.append(state)
-        learner = accelerate(state.agent, state.memory, state.sums, config)
-        while state.step < config.steps:
-            trainer.turn(state, config, learner)
-            trainer.learn_owed(state, config, learner)
-        return state.agent
+        trainer = Trainer.in_memory(RunSetup(env_factory(probe), [0, 1], config))
+        trained.append(trainer.state)
+        while trainer.state.step < config.steps:
+            trainer.step()
+        return trainer.state.learner.agent
 
     yield train
     for state in trained:
-        state.envs.close()
+        state.close()
 
 
 def values(agent, obs, action=0.0):
     """Both critics of both seeds at one point: (2, 2)."""
     point = torch.full((2, 1, 1), float(obs)), torch.full((2, 1, 1), float(action))
-    return networks.critic(agent.critic, *point).detach().flatten(1)
+    return agent.networks.critic(agent.critic, *point).detach().flatten(1)
 
 
 def actions(agent, obs):
     """Of both seeds, in the environment's units."""
-    return 2 * networks.actor(agent.actor, torch.full((2, 1, 1), float(obs))).detach().flatten()
+    return 2 * agent.networks.actor(agent.actor, torch.full((2, 1, 1), float(obs))).detach().flatten()
 
 
 def near(tensor, value, within=0.1):

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from t3d.nstep import NStep
-from t3d.replay import Replay
+from t3d.replay import Replay, Transitions
 
 
 def put(memory, ids, valid=None, terminated=0.0, span=1.0):
     """Add the transitions `ids` (S, N): observation (id, −id), action id / 10, reward 100 · id, next id + 0.5."""
     ids = torch.as_tensor(ids, dtype=torch.float32)
     pair = torch.stack([ids, -ids], -1)
-    memory.add(
+    new = Transitions(
         obs=pair,
         action=ids[..., None] / 10,
         reward=100 * ids,
@@ -21,13 +21,14 @@ def put(memory, ids, valid=None, terminated=0.0, span=1.0):
         span=torch.full(ids.shape, span),
         valid=np.ones(ids.shape, bool) if valid is None else np.array(valid),
     )
+    memory.add(new)
 
 
-def everything(memory):
+def everything(memory, **options):
     """What is stored, row by row: bits that hit each row in turn."""
     length = int(memory.length.max())
     rows = torch.arange(length).expand(len(memory.length), -1)
-    return memory.sample(-(-(rows << 32) // memory.length[:, None]), gamma=0.9)
+    return memory.sample(-(-(rows << 32) // memory.length[:, None]), gamma=0.9, **options)
 
 
 def test_every_field_comes_back():
@@ -96,15 +97,16 @@ def steps_through(nstep, script):
     for time, end in script:
         lost = end == "lost"
         before, now = now, time + 0.5
-        rows = nstep.add(
+        new = Transitions(
             obs=np.full((1, 1, 1), before if lost else time),  # which a lost step leaves as it was
             action=np.full((1, 1, 1), time / 10),
             reward=np.full((1, 1), 10.0**time),
             next_obs=np.full((1, 1, 1), time + 0.5),
             terminated=np.array([[end == "terminated"]]),
-            truncated=np.array([[end in ("truncated", "lost")]]),
+            span=np.ones((1, 1)),
             valid=np.array([[not lost and end != "reset"]]),
         )
+        rows = nstep.add(new, truncated=np.array([[end in ("truncated", "lost")]]))
         for i in np.flatnonzero(rows.valid[0]):
             assert rows.action[0, i, 0] == pytest.approx(rows.obs[0, i, 0] / 10)
             numbers = (rows.obs[0, i, 0], rows.span[0, i], rows.reward[0, i], rows.next_obs[0, i, 0])
@@ -113,12 +115,12 @@ def steps_through(nstep, script):
 
 
 def test_one_step_is_the_step_itself():
-    rows = steps_through(NStep(1, 0.5, 1, 1, 1, 1), [(0, ""), (1, "terminated"), (2, "truncated")])
+    rows = steps_through(NStep(1, 0.5, (1, 1), 1, 1), [(0, ""), (1, "terminated"), (2, "truncated")])
     assert rows == [(0, 1, 1, 0.5, False), (1, 1, 10, 1.5, True), (2, 1, 100, 2.5, False)]
 
 
 def test_three_steps_and_a_termination():
-    rows = steps_through(NStep(3, 0.5, 1, 1, 1, 1), [(0, ""), (1, ""), (2, ""), (3, "terminated")])
+    rows = steps_through(NStep(3, 0.5, (1, 1), 1, 1), [(0, ""), (1, ""), (2, ""), (3, "terminated")])
     assert rows == [
         (0, 3, 1 + 5 + 25, 2.5, False),
         (1, 3, 10 + 50 + 250, 3.5, True),
@@ -128,12 +130,12 @@ def test_three_steps_and_a_termination():
 
 
 def test_an_episode_shorter_than_n_and_the_next_one_apart():
-    rows = steps_through(NStep(3, 0.5, 1, 1, 1, 1), [(0, ""), (1, "truncated"), (2, ""), (3, ""), (4, "")])
+    rows = steps_through(NStep(3, 0.5, (1, 1), 1, 1), [(0, ""), (1, "truncated"), (2, ""), (3, ""), (4, "")])
     assert rows == [(0, 2, 6, 1.5, False), (1, 1, 10, 1.5, False), (2, 3, 100 + 500 + 2500, 4.5, False)]
 
 
 def test_reset_steps_are_no_transitions():
-    rows = steps_through(NStep(2, 0.5, 1, 1, 1, 1), [(0, "terminated"), (9, "reset"), (1, ""), (2, "terminated")])
+    rows = steps_through(NStep(2, 0.5, (1, 1), 1, 1), [(0, "terminated"), (9, "reset"), (1, ""), (2, "terminated")])
     assert rows == [(0, 1, 1, 0.5, True), (1, 2, 10 + 50, 2.5, True), (2, 1, 100, 2.5, True)]
 
 
@@ -147,16 +149,20 @@ def test_reset_steps_are_no_transitions():
 )
 def test_a_lost_step_ends_what_was_under_way_before_it(before, expected):
     script = [(time, "") for time in before] + [(8, "lost"), (4, "terminated")]
-    assert steps_through(NStep(3, 0.5, 1, 1, 1, 1), script) == [*expected, (4, 1, 10_000, 4.5, True)]
+    assert steps_through(NStep(3, 0.5, (1, 1), 1, 1), script) == [*expected, (4, 1, 10_000, 4.5, True)]
 
 
 def test_environments_are_apart():
-    nstep = NStep(2, 1.0, 2, 2, 1, 1)
+    nstep = NStep(2, 1.0, (2, 2), 1, 1)
     ids = np.arange(4.0).reshape(2, 2)
     no, yes = np.zeros((2, 2), bool), np.ones((2, 2), bool)
-    first = nstep.add(ids[..., None], ids[..., None], ids, ids[..., None], no, ids == 1, yes)
+
+    def step(obs, truncated):
+        return nstep.add(Transitions(obs[..., None], ids[..., None], ids, ids[..., None], no, 1, yes), truncated)
+
+    first = step(ids, ids == 1)
     assert first.valid.tolist() == [[False, False, False, True], [False, False, False, False]]
-    second = nstep.add(ids[..., None] + 10, ids[..., None], ids, ids[..., None], no, no, yes)
+    second = step(ids + 10, no)
     assert second.valid[:, :2].tolist() == [[True, False], [True, True]]  # the full rows come first
     assert second.obs[second.valid][:, 0].tolist() == [0, 2, 3] and second.reward[second.valid].tolist() == [0, 4, 6]
 
@@ -168,11 +174,11 @@ def test_observations_are_normalised_by_each_seeds_own_mean_and_deviation():
     source = np.random.default_rng(0)
     obs = source.normal(size=(2, 60, 3)) * [1, 100, 1e-3] + np.array([[[5, -1e4, 0]], [[0, 7, 3]]])
     valid = source.random((2, 60)) < 0.7
-    memory = Replay(2, 40, 3, 1, torch.float64, normalize=True)
+    memory = Replay(2, 40, 3, 1, dtype=torch.float64, normalize=True)
     for t in range(0, 60, 3):  # three at a time; the ring forgets, the statistics do not
         part = slice(t, t + 3)
-        zeros = np.zeros((2, 3))
-        memory.add(obs[:, part], zeros[..., None], zeros, obs[:, part] + 1, zeros, zeros + 1, valid[:, part])
+        zeros, now = np.zeros((2, 3)), obs[:, part]
+        memory.add(Transitions(now, zeros[..., None], zeros, now + 1, zeros, zeros + 1, valid[:, part]))
     for k in range(2):
         counted = obs[k][valid[k]]
         assert memory.statistics.count[k] == len(counted)
@@ -192,6 +198,6 @@ def test_nothing_is_normalised_by_a_single_observation():
 
 
 def test_rewards_are_scaled_when_they_are_read():
-    memory = Replay(1, 10, 2, 1, reward_scale=0.01)
+    memory = Replay(1, 10, 2, 1)
     put(memory, [[3]])
-    assert everything(memory).reward.tolist() == [[3]] and memory.rows[0, 0, -3] == 300
+    assert everything(memory, reward_scale=0.01).reward.tolist() == [[3]] and memory.rows[0, 0, -3] == 300

@@ -329,7 +329,7 @@ def test_a_damaged_segment_that_every_checkpoint_needs_is_repaired(where, tmp_pa
     segment.write_bytes(content)
     t3d.resume(run.path, steps=301)
     said = capsys.readouterr().out
-    assert f"{segment} is not as it was written: it is damaged. It was repaired from {segment.name}.parity." in said
+    assert f"{segment} does not match its checksum: it is damaged. It was repaired from {segment.name}.parity." in said
     assert "checkpoint is of step 300" in said
     assert end_of(run.path)[2]["0"].startswith(whole[2]["0"])
 
@@ -374,7 +374,7 @@ def test_before_the_first_checkpoint_it_starts_again(tmp_path, capsys):
 
 def test_one_folder_has_one_writer(tmp_path):
     run = t3d.train("Pendulum-v1", 150, out=tmp_path / "run", **SMALL)
-    with run.lock(), pytest.raises(t3d.T3DError, match=rf"is being written by process {os.getpid()} on "):
+    with run.lock(), pytest.raises(t3d.T3DError, match=rf"is locked by process {os.getpid()} on "):
         t3d.resume(run.path, steps=200)
     t3d.resume(run.path, steps=160, progress=False)
 

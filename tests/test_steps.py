@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from t3d import agent as agents
-from t3d import networks, rng, steps
-from t3d.agent import tensors
-from t3d.replay import Replay
+from t3d import rng, steps
+from t3d.networks import Networks
+from t3d.replay import Replay, Transitions
 from t3d.rng import Purpose
+from t3d.state_dict import tensors
 
 OBS, ACTION, BATCH = 4, 2, 16
 KNOBS = steps.Hyperparameters(actor_lr=1e-3, critic_lr=1e-3)
@@ -22,7 +23,7 @@ def new_agent(seeds=(0,), dtype=torch.float64):
 
 def filled_memory(seeds=(0,), rows=200, dtype=torch.float64):
     """Random transitions, each seed's drawn from its own number."""
-    memory = Replay(len(seeds), 500, OBS, ACTION, dtype)
+    memory = Replay(len(seeds), 500, OBS, ACTION, dtype=dtype)
     for k, seed in enumerate(seeds):
         draw = torch.Generator().manual_seed(seed)
 
@@ -31,15 +32,16 @@ def filled_memory(seeds=(0,), rows=200, dtype=torch.float64):
 
         done = (torch.rand(1, rows, generator=draw) < 0.2).to(dtype)
         yes = np.ones((1, rows), bool)
-        memory.seed(k).add(normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, 1, yes)
+        new = Transitions(normal(OBS), normal(ACTION).clamp(-1, 1), normal(), normal(OBS), done, 1, yes)
+        memory.seed(k).add(new)
     return memory
 
 
 def train(agent, memory, updates, hp=KNOBS):
     done = int(agent.updates[0])
     for update in range(done + 1, done + updates + 1):
-        metrics = agents.update(agent, memory, BATCH, hp, policy_step=update % hp.policy_delay == 0)
-    return metrics
+        last = steps.update(memory, agent, hp, BATCH, steps.is_policy_step(update, hp.policy_delay))
+    return last
 
 
 def snapshot(agent):
@@ -58,7 +60,7 @@ def test_step_5_the_target_actor_plays():
     agent = new_agent()
     next_obs = torch.randn(1, 6, OBS, dtype=torch.float64)
     torch.testing.assert_close(
-        steps.target_action(agent.target_actor, next_obs, 2.0), 2 * networks.actor(agent.target_actor, next_obs)
+        steps.act_target(agent, next_obs, 2.0), 2 * agent.networks.actor(agent.target_actor, next_obs)
     )
 
 
@@ -113,11 +115,11 @@ def test_step_13_goes_up_the_first_critic():
     agent, obs = new_agent(), torch.randn(1, 64, OBS, dtype=torch.float64)
 
     def value():
-        return networks.critic(agent.critic, obs, networks.actor(agent.actor, obs))[0].mean()
+        return agent.networks.critic(agent.critic, obs, agent.networks.actor(agent.actor, obs))[0].mean()
 
     before, critic = value(), {name: tensor.clone() for name, tensor in agent.critic.items()}
-    metrics = steps.update_actor(agent, obs, lr=1e-3, limit=1.0)
-    torch.testing.assert_close(-metrics["actor_loss"][0], before)
+    update = steps.update_actor(agent, obs, lr=1e-3, limit=1.0)
+    torch.testing.assert_close(-update.loss[0], before)
     assert value() > before
     assert all(torch.equal(agent.critic[name], tensor) for name, tensor in critic.items())
 
@@ -156,10 +158,37 @@ def test_metrics_are_those_of_the_update():
     agent, memory = new_agent((0, 1)), filled_memory((0, 1))
     bits = rng.bits32(agent.seeds, Purpose.SAMPLING, agent.updates, (BATCH,))
     batch = memory.sample(bits, KNOBS.gamma)
-    q = steps.q_values(agent.critic, batch.obs, batch.action)
-    metrics = train(agent, memory, 1)
+    q = steps.q_values(agent, agent.critic, batch.obs, batch.action)
+    metrics = train(agent, memory, 1).metrics()
     assert metrics.keys() == {"critic_loss", "q_mean"} and metrics["critic_loss"].shape == (2,)
     torch.testing.assert_close(metrics["q_mean"], q.mean((0, 2)))
+    assert train(agent, memory, 1).metrics().keys() == set(steps.METRICS)
+
+
+def test_an_update_returns_every_value_that_it_computed():
+    agent, memory = new_agent((0, 1)), filled_memory((0, 1))
+    train(agent, memory, 1)
+    before = snapshot(agent)
+    critic, target = ({n: before[f"{part}.{n}"] for n in agent.critic} for part in ("critic", "target_critic"))
+    target_actor = {name: before[f"target_actor.{name}"] for name in agent.actor}
+    noise = steps.draw(agent, BATCH, ACTION)[1]
+    update = train(agent, memory, 1)
+    batch = update.batch
+    expected = agent.networks.actor(target_actor, batch.next_obs)
+    torch.testing.assert_close(update.target_action, expected)
+    torch.testing.assert_close(update.next_action, steps.smooth(expected, noise, 0.2, 0.5, 1.0))
+    torch.testing.assert_close(update.target_q, agent.networks.critic(target, batch.next_obs, update.next_action))
+    torch.testing.assert_close(update.min_q, update.target_q.min(0).values)
+    torch.testing.assert_close(update.y, batch.reward + 0.99 * (1 - batch.terminated) * update.min_q)
+    torch.testing.assert_close(update.critic.q, agent.networks.critic(critic, batch.obs, batch.action))
+    torch.testing.assert_close(update.critic.loss, ((update.critic.q - update.y) ** 2).mean(-1).sum(0))
+    for gradients, adam, part in (
+        (update.critic.gradients, agent.critic_adam, "critic_adam"),
+        (update.actor.gradients, agent.actor_adam, "actor_adam"),
+    ):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(adam.m[name], 0.9 * before[f"{part}.m.{name}"] + 0.1 * gradient)
+    assert update.actor.loss.shape == (2,)
 
 
 # --------------------------------------------------------------------------------------------- acting
@@ -169,7 +198,7 @@ def test_exploration_is_the_actor_plus_its_own_noise():
     agent = new_agent((3, 4), torch.float32)
     obs = torch.randn(2, 5, OBS)
     quiet = agents.explore(agent, obs, step=11, noise=0.0)
-    torch.testing.assert_close(quiet, networks.actor(agent.actor, obs))
+    torch.testing.assert_close(quiet, agent.networks.actor(agent.actor, obs))
     epsilon = rng.normal(agent.seeds, Purpose.EXPLORATION, 11, (5, ACTION), torch.float32)
     torch.testing.assert_close(agents.explore(agent, obs, 11, 0.1), (quiet + 0.1 * epsilon).clamp(-1, 1))
     loud = agents.explore(agent, obs, 11, 50.0)
@@ -223,7 +252,7 @@ def test_one_seed_of_many_can_be_updated_by_itself():
 
 
 def test_one_critic_is_twins_that_are_equal():
-    one = steps.init_agent(torch.tensor([5]), OBS, ACTION, (24, 16), torch.float64, twins=1)
+    one = steps.init_agent(torch.tensor([5]), OBS, ACTION, (24, 16), torch.float64, Networks(critics=1))
     two = new_agent((5,))
     for weights in (two.critic, two.target_critic):
         for tensor in weights.values():

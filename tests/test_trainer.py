@@ -12,11 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scripted import Scripted
 
 import t3d
-from t3d import run_state, trainer
-from t3d.agent import tensors
+from t3d.agent import one_seed
 from t3d.config import PRESETS, Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate
+from t3d.run_state import RunSetup
+from t3d.state_dict import tensors
+from t3d.trainer import NEVER, Trainer
 
 SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu", "threads": 1, "progress": False}
 
@@ -24,21 +25,22 @@ SMALL = {"hidden": (16, 16), "batch_size": 8, "eval_episodes": 2, "device": "cpu
 def begin(seeds=(0,), preset="td3", **settings):
     config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, **{"steps": 200, **settings})
     config = resolve(config, preset, "Scripted", len(seeds))
-    return run_state.begin(env_factory(Scripted), list(seeds), config), config
+    trainer = Trainer.in_memory(RunSetup(env_factory(Scripted), list(seeds), config))
+    return trainer, trainer.state
 
 
-def advance(state, config, steps):
-    rows, learner = [], accelerate(state.agent, state.memory, state.sums, config)
+def advance(trainer, steps):
+    rows = []
     for _ in range(steps):
-        rows += trainer.turn(state, config, learner)
-        trainer.learn_owed(state, config, learner)
+        rows += trainer.step()
+        trainer.update_owed(NEVER)  # with overlap off, `step` has done them
     return rows
 
 
 def test_true_last_observations_and_true_ends_are_stored():
-    state, config = begin(random_steps=100)
-    rows = advance(state, config, 60)
-    stored = state.memory.rows[0, :60]
+    trainer, state = begin(random_steps=100)
+    rows = advance(trainer, 60)
+    stored = state.learner.memory.rows[0, :60]
     obs, next_obs = stored[:, :2], stored[:, 4:6]
     reward, terminated, span = stored[:, 6], stored[:, 7], stored[:, 8]
     # In order, each from where the last one ended, and never across two episodes.
@@ -55,10 +57,10 @@ def test_true_last_observations_and_true_ends_are_stored():
 
 
 def test_actions_are_stored_within_one_and_played_within_the_bounds():
-    state, config = begin(random_steps=50, exploration_noise=5.0)
-    advance(state, config, 100)
-    stored = state.memory.rows[0, :100, 2:4].numpy()
-    played = np.array(state.envs._slots[0]._env.actions)
+    trainer, state = begin(random_steps=50, exploration_noise=5.0)
+    advance(trainer, 100)
+    stored = state.learner.memory.rows[0, :100, 2:4].numpy()
+    played = np.array(state.collector.envs._slots[0]._env.actions)
     assert np.abs(stored).max() == 1.0
     np.testing.assert_allclose(played, [-1, 0] + (stored + 1) / 2 * [4, 5], atol=1e-6)
     assert played.min(0).tolist() == [-1, 0] and played.max(0).tolist() == [3, 5]
@@ -74,15 +76,15 @@ def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
 
     config = Config(hidden=(16, 16), batch_size=8, device="cpu", threads=1, steps=200, num_envs=2)
     config = resolve(config, "td3", "Scripted", 1)
-    state, uneven_lengths = run_state.begin(env_factory(uneven), [0], config), 0
+    trainer, uneven_lengths = Trainer.in_memory(RunSetup(env_factory(uneven), [0], config)), 0
+    state = trainer.state
     for _ in range(60):
-        advance(state, config, 1)
-        trainer.note(state)
-        lengths, kept = state.episode_length[0], run_state.saved(state)["episode_actions"][:, 0].numpy()
+        advance(trainer, 1)
+        lengths, kept = state.collector.episode_length[0], state.state_dict()["collector.actions.steps"][:, 0].numpy()
         uneven_lengths += lengths[0] != lengths[1]
         for i, length in enumerate(map(int, lengths)):
             before, own = np.split(kept[:, i], [len(kept) - length])
-            actions = np.reshape(state.envs._slots[i]._env.actions, (-1, 2))
+            actions = np.reshape(state.collector.envs._slots[i]._env.actions, (-1, 2))
             played = actions[len(actions) - length :]
             np.testing.assert_allclose(played, [-1, 0] + (own + 1) / 2 * [4, 5], atol=1e-6)
             assert not before.any()
@@ -90,69 +92,72 @@ def test_of_episodes_under_way_the_actions_are_kept_and_nothing_else():
 
 
 def test_one_update_a_step_once_the_random_steps_are_over():
-    state, config = begin(random_steps=20)
-    advance(state, config, 20)
-    assert state.agent.updates.tolist() == [0]
-    advance(state, config, 15)
-    assert state.agent.updates.tolist() == [15] and state.agent.actor_adam.count.tolist() == [7]
+    trainer, state = begin(random_steps=20)
+    advance(trainer, 20)
+    assert state.learner.agent.updates.tolist() == [0]
+    advance(trainer, 15)
+    agent = state.learner.agent
+    assert agent.updates.tolist() == [15] and agent.actor_adam.count.tolist() == [7]
 
 
 @pytest.mark.parametrize(("rate", "updates"), [(0.3, 15), (2.0, 100)])
 def test_updates_per_step_is_kept_exactly(rate, updates):
-    state, config = begin(random_steps=10, updates_per_step=rate)
-    advance(state, config, 60)
-    assert state.agent.updates.tolist() == [updates]
+    trainer, state = begin(random_steps=10, updates_per_step=rate)
+    advance(trainer, 60)
+    assert state.learner.agent.updates.tolist() == [updates]
 
 
 def test_whole_episodes_owe_as_many_updates_as_steps():
-    state, config = begin(random_steps=10, train_freq="episode")
-    advance(state, config, 6)  # an episode of 3 is over, the next one is not
-    assert state.agent.updates.tolist() == [3]
-    advance(state, config, 1)
-    assert state.agent.updates.tolist() == [7]
+    trainer, state = begin(random_steps=10, train_freq="episode")
+    advance(trainer, 6)  # an episode of 3 is over, the next one is not
+    assert state.learner.agent.updates.tolist() == [3]
+    advance(trainer, 1)
+    assert state.learner.agent.updates.tolist() == [7]
 
 
 def test_seeds_whose_episodes_differ_owe_and_learn_each_by_itself():
-    alone, config = begin(seeds=[1], random_steps=10, train_freq="episode")
-    advance(alone, config, 30)
-    state, config = begin(seeds=[0, 1], random_steps=10, train_freq="episode")
-    state.envs._slots[0]._env.episode = 1  # seed 0 is one episode ahead and ends at other times
-    advance(state, config, 30)
-    assert state.agent.updates.tolist() != [state.agent.updates[1]] * 2
-    assert state.agent.updates[1] == alone.agent.updates[0]
-    second = tensors(trainer.agents.one_seed(state.agent, 1))
-    for name, tensor in tensors(alone.agent).items():
+    alone, expected = begin(seeds=[1], random_steps=10, train_freq="episode")
+    advance(alone, 30)
+    trainer, state = begin(seeds=[0, 1], random_steps=10, train_freq="episode")
+    state.collector.envs._slots[0]._env.episode = 1  # seed 0 is one episode ahead and ends at other times
+    advance(trainer, 30)
+    agent = state.learner.agent
+    assert agent.updates.tolist() != [agent.updates[1]] * 2
+    assert agent.updates[1] == expected.learner.agent.updates[0]
+    second = tensors(one_seed(agent, 1))
+    for name, tensor in tensors(expected.learner.agent).items():
         assert torch.equal(second[name], tensor), name
 
 
 def test_a_seed_that_diverges_is_named():
-    state, config = begin(seeds=[4, 7], random_steps=5)
-    advance(state, config, 8)
-    state.agent.actor["w1"][1] = float("nan")
+    trainer, state = begin(seeds=[4, 7], random_steps=5)
+    advance(trainer, 8)
+    state.learner.agent.actor["w1"][1] = float("nan")
     with pytest.raises(t3d.T3DError, match="the networks of seed 7 have diverged"):
-        trainer.turn(state, config, accelerate(state.agent, state.memory, state.sums, config))
+        trainer.step()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_steps_and_updates_count_in_all_environments(count):
-    state, config = begin(steps=100, random_steps=11, num_envs=count, updates_per_step=0.5)
-    while state.step < config.steps:
-        advance(state, config, 1)
-    assert state.step == 100 and state.memory.stored.tolist() == [100] and state.memory.length.tolist() == [100]
-    assert state.agent.updates.tolist() == [44]  # (100 − 11) / 2
+    trainer, state = begin(steps=100, random_steps=11, num_envs=count, updates_per_step=0.5)
+    while state.step < 100:
+        advance(trainer, 1)
+    memory = state.learner.memory
+    assert state.step == 100 and memory.stored.tolist() == [100] and memory.length.tolist() == [100]
+    assert state.learner.agent.updates.tolist() == [44]  # (100 − 11) / 2
 
 
 def test_environments_of_a_seed_differ_in_seed_and_noise():
     config = resolve(Config(hidden=(8, 8), batch_size=8, device="cpu", steps=50, num_envs=3), "td3", "Pendulum-v1", 2)
-    state = run_state.begin(env_factory("Pendulum-v1"), [0, 1], config)
-    action = trainer.act(state, config, accelerate(state.agent, state.memory, state.sums, config))()
-    assert len(np.unique(state.obs[..., 0])) == 6 and len(np.unique(action)) == 6
+    trainer = Trainer.in_memory(RunSetup(env_factory("Pendulum-v1"), [0, 1], config))
+    action = trainer.act()()
+    assert len(np.unique(trainer.state.collector.obs[..., 0])) == 6 and len(np.unique(action)) == 6
 
 
 def test_n_step_rows_reach_the_memory():
-    state, config = begin(steps=60, random_steps=5, n_step=3, gamma=0.5)
-    advance(state, config, 60)
-    stored = state.memory.rows[0, : int(state.memory.length)]
+    trainer, state = begin(steps=60, random_steps=5, n_step=3, gamma=0.5)
+    advance(trainer, 60)
+    stored = state.learner.memory.rows[0, : int(state.learner.memory.length)]
     span, terminated = stored[:, 8], stored[:, 7]
     assert set(span.tolist()) == {1, 2, 3} and torch.equal(stored[:, 5] - stored[:, 1], span)
     even = stored[:, 0] % 2 == 0
@@ -160,11 +165,11 @@ def test_n_step_rows_reach_the_memory():
 
 
 def test_nothing_is_sampled_from_an_empty_memory():
-    state, config = begin(steps=60, random_steps=0, n_step=5)
-    advance(state, config, 2)  # the first episode is not over, no row of five is full
-    assert state.memory.stored.tolist() == [0] and state.agent.updates.tolist() == [0]
-    advance(state, config, 1)
-    assert state.memory.stored.tolist() == [3] and state.agent.updates.tolist() == [3]
+    trainer, state = begin(steps=60, random_steps=0, n_step=5)
+    advance(trainer, 2)  # the first episode is not over, no row of five is full
+    assert state.learner.memory.stored.tolist() == [0] and state.learner.agent.updates.tolist() == [0]
+    advance(trainer, 1)
+    assert state.learner.memory.stored.tolist() == [3] and state.learner.agent.updates.tolist() == [3]
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -187,13 +192,13 @@ def test_a_vector_environment_made_by_its_id(tmp_path):
 
 def test_a_vector_environment_of_the_wrong_size(tmp_path):
     vector = SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 3)
-    with pytest.raises(t3d.T3DError, match="has 3 environments, and seeds times num_envs is 2"):
+    with pytest.raises(t3d.T3DError, match="has 3 environments, but seeds times num_envs is 2"):
         t3d.train(vector, steps=90, seeds=2, out=tmp_path / "run", **SMALL)
 
 
 def test_the_memory_is_no_larger_than_the_run():
-    assert begin(steps=200)[0].memory.capacity == 200
-    assert begin(steps=200, buffer_size=50)[0].memory.capacity == 50
+    assert begin(steps=200)[1].learner.memory.capacity == 200
+    assert begin(steps=200, buffer_size=50)[1].learner.memory.capacity == 50
 
 
 def train_twice(tmp_path, env="Pendulum-v1", **more):
@@ -282,24 +287,22 @@ def test_threads_are_a_fixed_rule():
     assert resolve(Config(threads=3), "td3", "Pendulum-v1", 1).threads == 3
 
 
-@pytest.mark.parametrize("overlap, order", [("off", "explore step store update"), ("on", "explore update step store")])
+@pytest.mark.parametrize("overlap, order", [("off", "act step store update"), ("on", "act update step store")])
 def test_with_overlap_updates_are_asked_for_before_the_environments_move(overlap, order):
-    state, config = begin(random_steps=5, overlap=overlap)
-    advance(state, config, 8)
-    learner, done = accelerate(state.agent, state.memory, state.sums, config), []
+    trainer, state = begin(random_steps=5, overlap=overlap)
+    advance(trainer, 8)
+    learner, envs, done = trainer.learner, state.collector.envs, []
 
     def noted(name, function):
         return lambda *arguments: (done.append(name), function(*arguments))[1]
 
-    for name in ("explore", "store", "update"):
+    for name in ("act", "store", "update"):
         setattr(learner, name, noted(name, getattr(learner, name)))
-    state.envs.step = noted("step", state.envs.step)
-    trainer.turn(state, config, learner)
-    if overlap == "off":
-        trainer.learn_owed(state, config, learner)
-    else:
+    envs.step = noted("step", envs.step)
+    trainer.step()
+    if overlap == "on":
         done.clear()  # nothing was owed yet
-        trainer.turn(state, config, learner)
+        trainer.step()
     assert " ".join(done) == order
 
 

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from t3d.envs import env_factory
 from t3d.nstep import NStep
-from t3d.replay import Replay
+from t3d.replay import Replay, Transitions
 
 GAMMA = 0.75
 KINDS = ("in process", "workers", "mortal workers", "next step", "same step", "disabled")
@@ -41,14 +41,15 @@ def open_kind(kind, count):
 def play(kind, count, n, transitions):
     """The memory after so many transitions went through, and how many processes were lost."""
     envs = open_kind(kind, count)
-    memory = Replay(1, transitions + count * n, 3, 1, torch.float64)
-    nstep = NStep(n, GAMMA, 1, count, 3, 1)
+    memory = Replay(1, transitions + count * n, 3, 1, dtype=torch.float64)
+    nstep = NStep(n, GAMMA, (1, count), 3, 1)
     obs, seen = envs.reset()[None], 0
     action = np.zeros((1, count, 1), np.float32)
     while seen < transitions:
         moved = envs.step(action[0])
-        rows = nstep.add(obs, action, *(x[None] for x in (moved.reward, moved.final_obs, *moved[2:4], moved.valid)))
-        memory.add_rows(rows)
+        parts = (moved.reward, moved.final_obs, moved.terminated, np.ones(count), moved.valid)
+        new = Transitions(obs, action, *(part[None] for part in parts))
+        memory.add(nstep.add(new, moved.truncated[None]))
         obs, seen = moved.obs[None], seen + int(moved.valid.sum())
     envs.close()
     stored = int(memory.length)

@@ -1,10 +1,10 @@
-"""Returns over many seeds: what is trained (`suites`), training it (`returns`), the tables and figures (`tables`).
+"""Benchmarks of returns over many seeds: tasks (`suites`), training (`returns`), tables (`tables`), `figures`.
 
-The raw files that `returns` leaves hold every episode of every evaluation of every seed; the rest is made from them.
+`returns` writes a result file per task with every episode of every evaluation of every seed. Tables and figures are
+made from these files.
 """
 
-from t3d.bench.commands import Bench, run
 from t3d.bench.suites import SuiteName, Task, tasks_of
 from t3d.bench.tables import read_results, write_docs
 
-__all__ = ["Bench", "SuiteName", "Task", "read_results", "run", "tasks_of", "write_docs"]
+__all__ = ["SuiteName", "Task", "read_results", "tasks_of", "write_docs"]

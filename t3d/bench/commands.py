@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from rich.measure import Measurement
 from rich.table import Table
-from tyro.conf import OmitSubcommandPrefixes, subcommand
 
 from t3d.bench.returns import RESULTS, RUNS, train_suite
 from t3d.bench.suites import SUITES, SuiteName, Version, tasks_of
@@ -60,21 +59,6 @@ class Tables:
     """Write the tables into this page, between its marks, and the figures beside it."""
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Train benchmark suites over many seeds, and print tables of the returns."""
-
-    what: OmitSubcommandPrefixes[Annotated[Returns, subcommand("returns")] | Annotated[Tables, subcommand("table")]]
-
-
-def run(command: Bench) -> None:
-    """Run `t3d bench returns` or `t3d bench table`."""
-    if isinstance(command.what, Returns):
-        returns(command.what)
-    else:
-        tables(command.what)
-
-
 def returns(command: Returns) -> None:
     """Train a suite and print its tables."""
     tasks = tasks_of(command.suite, command.only, command.version)
@@ -95,7 +79,7 @@ def tables(command: Tables) -> None:
     """Print the tables. With --docs, write them into a page too."""
     results = read_results(command.results)
     if not results and command.docs is None:
-        raise T3DError(f"{command.results} holds no results; `t3d bench returns --suite quick` makes some.")
+        raise T3DError(f"{command.results} holds no results. Make some with: t3d bench returns --suite quick")
     _print_tables(results)
     if command.docs is not None:
         for path in write_docs(results, command.docs):
@@ -110,7 +94,7 @@ def _print_tables(results: dict[SuiteName, list[Result]]) -> None:
             table.add_column(plain(name), justify="left" if column == 0 else "right", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*map(plain, row))
-        # A number that is cut off says nothing: a terminal that is too narrow breaks the line.
+        # In a narrow terminal, wrap lines instead of cutting off numbers.
         console.width = max(
             console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
         )

@@ -1,4 +1,4 @@
-"""Figures from the raw files of `t3d bench returns`."""
+"""Figures from the results of `t3d bench returns`."""
 
 import io
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ COLOURS = {
 
 
 def of_suite(suite: SuiteName, results: Sequence["Result"]) -> dict[str, Figure]:
-    """A suite's figures by name."""
+    """The figures of a suite by name."""
     if not results:
         return {}
     if suite != "ablation":
@@ -33,7 +33,7 @@ def of_suite(suite: SuiteName, results: Sequence["Result"]) -> dict[str, Figure]
 
 
 def curves(results: Sequence["Result"]) -> Figure:
-    """Every seed, their mean, and the paper's level."""
+    """Draw the curves of all seeds, their mean, and the result of the paper."""
     figure, axes = _grid(len(results))
     for ax, result in zip(axes, results, strict=True):
         for curve in result.curves:
@@ -49,7 +49,7 @@ def curves(results: Sequence["Result"]) -> Figure:
 
 
 def variants(results: Sequence["Result"]) -> Figure:
-    """Means over seeds, with a band of one standard error."""
+    """Draw the mean over seeds of each variant, with a band of one standard error."""
     envs = list(dict.fromkeys(result.env for result in results))
     figure, axes = _grid(len(envs))
     for ax, env in zip(axes, envs, strict=True):
@@ -64,7 +64,7 @@ def variants(results: Sequence["Result"]) -> Figure:
 
 
 def values(results: Sequence["Result"]) -> Figure:
-    """What the first critic expects in the states of evaluations, and what came: TD3 and DDPG."""
+    """Draw the value predicted by the first critic and the discounted return in evaluations, for TD3 and DDPG."""
     shown = [result for result in results if result.values is not None and result.variant in ("td3", "ddpg")]
     envs = list(dict.fromkeys(result.env for result in shown))
     figure, axes = _grid(len(envs), "mean value of the states of an evaluation")
@@ -74,7 +74,7 @@ def values(results: Sequence["Result"]) -> Figure:
             for numbers, style, word in zip(
                 result.values, ("-", ":"), ("q_predicted", "discounted_return"), strict=True
             ):
-                known = ~np.isnan(numbers).all(0)  # of no seed in the first evaluations, perhaps
+                known = ~np.isnan(numbers).all(0)  # the first evaluations may have no value for any seed
                 mean = np.nanmean(numbers[:, known], 0)
                 steps = np.array(result.steps)[known]
                 ax.plot(steps, mean, style, color=COLOURS[result.variant], label=f"{result.variant} {word}")
@@ -105,7 +105,7 @@ def _finish(ax: Any, title: str) -> None:
 
 
 def save(figure: Figure, path: Path, source: str) -> Path:
-    """A PNG that says what it was made from."""
+    """Write a PNG with the hash of its source data in its metadata."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110, metadata={"Software": None, "Source": source})
     files.write_bytes(path, image.getvalue())

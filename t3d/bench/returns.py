@@ -1,4 +1,4 @@
-"""Training a suite: one run for each task, all seeds in it, and one file with everything it returned."""
+"""Trains a suite: one run per task with all seeds, and one result file with all returns."""
 
 import json
 import platform
@@ -27,15 +27,15 @@ def train_suite(
     say: Callable[[str], None],
     progress: bool = True,
 ) -> None:
-    """Train what is not trained yet; `knobs` go before the suite's own. What was stopped goes on."""
+    """Train the tasks without results and resume interrupted ones; `settings` override those of the suite."""
     files.make_folder(results)
     spent = 0.0
     for task in tasks:
         path = results / f"{task.name}.json"
         if path.exists():
             there = files.read_json(path)
-            seen = f"{len(there['seeds'])} seeds and {there['steps'][-1]:,} steps"
-            say(f"{path} is there already, with {seen}: left alone.")
+            size = f"{len(there['seeds'])} seeds and {there['steps'][-1]:,} steps"
+            say(f"{path} exists already, with {size}: it is left alone.")
         else:
             run, seconds = _trained(task, seeds, settings, runs, progress)
             files.write_bytes(path, _compact(_result(task, run, seconds)).encode())
@@ -45,7 +45,7 @@ def train_suite(
 
 
 def _trained(task: Task, seeds: int, settings: dict[str, Any], runs: Path, progress: bool) -> tuple[Run, float]:
-    """The finished run and the seconds it took, over all the times it was taken up."""
+    """Return the finished run and its training time in seconds, including earlier sessions."""
     folder = runs / task.name
     clock = Clock(runs / f"{task.name}.clock.json", folder / "metrics.jsonl")
     given = {**task.settings, **settings}
@@ -60,40 +60,40 @@ def _trained(task: Task, seeds: int, settings: dict[str, Any], runs: Path, progr
 
 
 def _refuse_other(run: Run, seeds: int, given: dict[str, Any]) -> None:
-    """A run that was begun with other settings is not the one that was asked for."""
-    asked = {"seeds": list(range(seeds)), **given}
-    asked.pop("accelerate", None)  # where nothing can be compiled it is another
-    for name, value in json.loads(json.dumps(asked)).items():  # as config.json has them: lists for tuples
+    """Raise T3DError if the existing run has other settings."""
+    requested = {"seeds": list(range(seeds)), **given}
+    requested.pop("accelerate", None)  # it changes where nothing can be compiled
+    for name, value in json.loads(json.dumps(requested)).items():  # as config.json has them: lists for tuples
         if value != "auto" and run.config.get(name) != value:
             raise T3DError(
-                f"{run.path} was begun with {name} {run.config.get(name)}, and now it is {value}:"
-                " finish it as it was begun, give another --runs, or remove the folder."
+                f"{run.path} was started with {name} {run.config.get(name)}, but now it is {value}."
+                " Use the same settings, choose another folder with --runs, or remove the folder."
             )
 
 
 class Clock:
-    """Seconds spent on a run, over all the times it was taken up: each from its start to its last sign of life."""
+    """The training time of a run over all sessions; a session ends at its last write to `last_write`."""
 
-    def __init__(self, path: Path, sign_of_life: Path) -> None:
+    def __init__(self, path: Path, last_write: Path) -> None:
         self._path = path
-        # Without a sign of life there is no run, or not any more.
-        known = path.exists() and sign_of_life.exists()
-        self._turns: list[list[float]] = files.read_json(path).get("turns", []) if known else []
-        if self._turns:
-            self._turns[-1][1] = max(self._turns[-1][0], sign_of_life.stat().st_mtime)
+        # Without this file there is no run, or it was removed.
+        known = path.exists() and last_write.exists()
+        self._sessions: list[list[float]] = files.read_json(path).get("turns", []) if known else []
+        if self._sessions:
+            self._sessions[-1][1] = max(self._sessions[-1][0], last_write.stat().st_mtime)
         now = time.time()
-        self._turns.append([now, now])
+        self._sessions.append([now, now])
         files.make_folder(path.parent)
-        files.write_json(path, {"turns": self._turns})
+        files.write_json(path, {"turns": self._sessions})
 
     def seconds(self) -> float:
-        self._turns[-1][1] = time.time()
-        return round(sum(end - begin for begin, end in self._turns), 1)
+        self._sessions[-1][1] = time.time()
+        return round(sum(end - begin for begin, end in self._sessions), 1)
 
 
 def _result(task: Task, run: Run, seconds: float) -> dict[str, Any]:
     rows = run.evaluations
-    of_seed = {seed: [row for row in rows if row["seed"] == seed] for seed in run.seeds}
+    rows_by_seed = {seed: [row for row in rows if row["seed"] == seed] for seed in run.seeds}
     config = {name: value for name, value in run.config.items() if name not in ("format", "versions", "seeds")}
     result = {
         "env": task.env,
@@ -101,26 +101,26 @@ def _result(task: Task, run: Run, seconds: float) -> dict[str, Any]:
         "variant": task.variant,
         "preset": task.preset,
         "config": config,
-        "steps": [row["step"] for row in of_seed[run.seeds[0]]],
+        "steps": [row["step"] for row in rows_by_seed[run.seeds[0]]],
         "seeds": run.seeds,
-        "returns": [[_rounded(row["returns"]) for row in rows] for rows in of_seed.values()],
+        "returns": [[_rounded(row["returns"]) for row in rows] for rows in rows_by_seed.values()],
         "versions": run.config["versions"],
         "hardware": this_machine(),
         "wall_seconds": seconds,
     }
     if "q_predicted" in rows[0]:
         for name in ("q_predicted", "discounted_return"):
-            result[name] = [_rounded([row[name] for row in rows]) for rows in of_seed.values()]
+            result[name] = [_rounded([row[name] for row in rows]) for rows in rows_by_seed.values()]
     return result
 
 
 def _rounded(numbers: list[float | None]) -> list[float | None]:
-    """Seven digits are more than a return is worth, and keep the files small."""
+    """Round to seven digits, which keeps the files small."""
     return [number if number is None else float(f"{number:.7g}") for number in numbers]
 
 
 def this_machine() -> dict[str, Any]:
-    """What this machine is, without its name."""
+    """The hardware, without the host name."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"processor": processor(), "cores": cores(), "gpu": gpu}
 
@@ -134,6 +134,6 @@ def processor() -> str:
 
 
 def _compact(value: dict[str, Any]) -> str:
-    """A line for each field."""
+    """JSON with one line per field."""
     lines = (f"{json.dumps(name)}: {json.dumps(part, separators=(',', ':'))}" for name, part in value.items())
     return "{" + ",\n".join(lines) + "}\n"

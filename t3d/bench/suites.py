@@ -1,4 +1,4 @@
-"""Which tasks are trained for how long, with what; and what others reached on them."""
+"""The tasks of each suite with their settings, and published results on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Version = Literal["v5", "v4"]
 
 @dataclass(frozen=True)
 class Task:
-    """One environment, trained in one way."""
+    """An environment with settings."""
 
     suite: SuiteName
     env: str
@@ -23,20 +23,20 @@ class Task:
 
     @property
     def name(self) -> str:
-        """As its files are called."""
+        """The name of its files."""
         return "-".join(part for part in (self.suite, self.variant, self.env) if part)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks that belong together."""
+    """A set of tasks."""
 
     about: str
     tasks: tuple[Task, ...] = field(repr=False)
     seeds: int
 
 
-# What makes TD3 another algorithm. With all three it is DDPG, with TD3's networks and exploration.
+# TD3 without each of its parts. Without all three it is DDPG with TD3's networks and exploration.
 VARIANTS: dict[str, dict[str, Any]] = {
     "no-delay": {"policy_delay": 1},
     "no-smoothing": {"target_noise": 0.0},
@@ -103,37 +103,37 @@ SUITES: dict[SuiteName, Suite] = {
 
 
 def tasks_of(suite: SuiteName, only: Sequence[str] = (), version: Version = "v5") -> list[Task]:
-    """The tasks of a suite, or those whose names begin with one of `only`, on a version of Gymnasium's tasks."""
+    """The tasks of a suite, or those that `only` names, with a version of Gymnasium's MuJoCo tasks."""
     tasks = [
         Task(t.suite, t.env.replace("-v5", f"-{version}"), t.settings, t.variant, t.preset) for t in SUITES[suite].tasks
     ]
     for word in only:
-        if not any(_called(task, word) for task in tasks):
+        if not any(_is_named(task, word) for task in tasks):
             known = sorted({task.env for task in tasks} | {task.variant for task in tasks if task.variant})
             raise T3DError(f"the suite {suite} has no task '{word}'; it has {', '.join(known)}.{nearest(word, known)}")
-    return [task for task in tasks if not only or all(_fits(task, only))]
+    return [task for task in tasks if not only or all(_matches(task, only))]
 
 
-def _called(task: Task, word: str) -> bool:
+def _is_named(task: Task, word: str) -> bool:
     return word in (task.env, task.env.rsplit("-", 1)[0], task.variant)
 
 
-def _fits(task: Task, only: Sequence[str]) -> list[bool]:
-    """One of the environments that were named, if any was, and one of the variants, if any was."""
+def _matches(task: Task, only: Sequence[str]) -> list[bool]:
+    """Whether the task matches the named variants and the named environments; unnamed groups are left out."""
     variants = [word for word in only if word in {"td3", *VARIANTS}]
     envs = [word for word in only if word not in variants]
-    return [any(_called(task, word) for word in words) for words in (variants, envs) if words]
+    return [any(_is_named(task, word) for word in words) for words in (variants, envs) if words]
 
 
 class Reached(NamedTuple):
-    """The highest mean over seeds, its deviation, and the mean of the last ten evaluations."""
+    """The highest mean over seeds, its standard deviation, and the mean of the last ten evaluations."""
 
     best: float
     deviation: float
     last: float
 
 
-# Fujimoto, van Hoof & Meger 2018, Table 1, on the tasks of 2018 (-v1), and the last ten evaluations of its curves.
+# Fujimoto, van Hoof & Meger 2018: Table 1 on the -v1 tasks, and the last ten evaluations of the curves.
 PAPER: dict[str, Reached] = {
     "HalfCheetah": Reached(9637, 859, 9533),
     "Hopper": Reached(3564, 115, 3305),
@@ -144,10 +144,10 @@ PAPER: dict[str, Reached] = {
     "InvertedDoublePendulum": Reached(9337, 15, 8745),
 }
 
-# The same authors' later runs, ten seeds, a million steps, -v4.
+# Later runs by the same authors: ten seeds, a million steps, -v4.
 LATER: dict[str, float] = {"HalfCheetah": 10574, "Hopper": 3226, "Walker2d": 3946, "Ant": 3942}
 
-# The paper's ablation, a million steps: the mean of the last ten evaluations.
+# The ablation in the paper, a million steps: the mean of the last ten evaluations.
 ABLATION: dict[str, dict[str, float]] = {
     "td3": {"HalfCheetah": 9533, "Hopper": 3305, "Walker2d": 4565, "Ant": 4185},
     "no-delay": {"HalfCheetah": 9591, "Hopper": 2407, "Walker2d": 4696, "Ant": 3754},

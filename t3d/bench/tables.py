@@ -1,4 +1,4 @@
-"""Tables from the raw files of `t3d bench returns`, for the terminal and for the docs."""
+"""Tables from the results of `t3d bench returns`, for the terminal and the docs."""
 
 import hashlib
 import re
@@ -17,13 +17,13 @@ from t3d.errors import T3DError
 from t3d.evaluate.statistics import best_mean, interquartile_mean, interval, last_mean
 from t3d.files import Folder
 
-MOST_SEEDS = 1_000  # of a task: intervals draw them again ten thousand times
-Transitions = list[tuple[str, ...]]  # the first one is the head
+MOST_SEEDS = 1_000  # per task: bootstrap intervals resample them ten thousand times
+TableRows = list[tuple[str, ...]]  # the first row is the header
 
 
 @dataclass(frozen=True)
 class Result:
-    """A raw file, read."""
+    """The content of a result file."""
 
     name: str
     suite: str
@@ -31,7 +31,7 @@ class Result:
     variant: str
     steps: list[int]
     curves: NDArray[np.float64]  # (S, E) the mean of each evaluation's episodes
-    values: tuple[NDArray[np.float64], NDArray[np.float64]] | None  # (S, E) expected, came
+    values: tuple[NDArray[np.float64], NDArray[np.float64]] | None  # (S, E) predicted value, discounted return
     every: int
     episodes: int
     hardware: dict[str, Any]
@@ -41,12 +41,12 @@ class Result:
 
     @property
     def task(self) -> str:
-        """HalfCheetah-v5 is HalfCheetah."""
+        """The environment without its version: HalfCheetah for HalfCheetah-v5."""
         return self.env.rsplit("-", 1)[0]
 
 
 def read_results(folder: Path) -> dict[SuiteName, list[Result]]:
-    """All raw files in a folder, by suite, in the suites' order."""
+    """Read all result files in a folder, by suite, in the order of the suites."""
     found: dict[SuiteName, list[Result]] = {}
     if not folder.exists():
         return found
@@ -60,7 +60,7 @@ def read_results(folder: Path) -> dict[SuiteName, list[Result]]:
 
 
 def read_result(folder: Folder, name: str) -> Result:
-    """A raw file, whoever made it."""
+    """Read and check a result file."""
     path, content = folder.path / name, folder.read(name, files.MOST_JSON)
     values = files.parse_object(content, path)
     try:
@@ -91,15 +91,15 @@ def read_result(folder: Folder, name: str) -> Result:
 
 
 def _check(result: Result) -> None:
-    """Refuse what `t3d bench returns` would not have written."""
+    """Refuse a result that `t3d bench returns` would not write."""
     texts = {"suite": result.suite, "env": result.env, "variant": result.variant}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise ValueError(f"{wrong[0]} is no text")
+        raise ValueError(f"{wrong[0]} is not text")
     if not (isinstance(result.hardware, dict) and isinstance(result.versions, dict)):
-        raise ValueError("hardware and versions are no objects")
-    whole = {"steps": result.steps, "eval_every": [result.every], "eval_episodes": [result.episodes]}
-    whole["cores"] = [result.hardware["cores"]]
-    for name, numbers in whole.items():
+        raise ValueError("hardware and versions are not objects")
+    counts = {"steps": result.steps, "eval_every": [result.every], "eval_episodes": [result.episodes]}
+    counts["cores"] = [result.hardware["cores"]]
+    for name, numbers in counts.items():
         if not all(type(count) is int and 0 <= count < files.LARGEST_COUNT for count in numbers):
             raise ValueError(f"{name} are not whole numbers")
     if result.curves.shape[1] != len(result.steps) or not result.steps:
@@ -107,17 +107,17 @@ def _check(result: Result) -> None:
     if not 1 <= len(result.curves) <= MOST_SEEDS or (result.values and result.values[0].shape != result.curves.shape):
         raise ValueError(f"{len(result.curves):,} seeds; at most {MOST_SEEDS:,} are compared")
     if not np.isfinite([*result.curves.flat, result.wall_seconds]).all() or result.variant not in ("", *ABLATION):
-        raise ValueError("returns that are not finite numbers, or a variant that there is not")
+        raise ValueError("returns that are not finite, or an unknown variant")
 
 
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def returns_table(results: Sequence[Result]) -> Transitions:
-    """Each task once: highest mean, end, last ten, and beside a suite as long as the paper's what the paper has."""
+def returns_table(results: Sequence[Result]) -> TableRows:
+    """One row per task: highest mean, final, last ten, IQM; for the paper suite also the paper's results."""
     with_paper = any(result.suite == "paper" for result in results)
     head = ("task", "seeds", "highest mean ± sd", "at the end", "last ten", "IQM of the last ten, 95 %")
-    rows: Transitions = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
+    rows: TableRows = [head + (("TD3 paper", "authors' later, -v4", "reached") if with_paper else ()) + ("minutes",)]
     for result in results:
         curves = result.curves
         best, mean, deviation = best_mean(curves)
@@ -132,12 +132,12 @@ def returns_table(results: Sequence[Result]) -> Transitions:
             f"{number(float(interquartile_mean(last)))} [{number(low)}, {number(high)}]",
         )
         if with_paper:
-            row += _beside_paper(result, curves[:, best], mean)
+            row += _paper_columns(result, curves[:, best], mean)
         rows.append((*row, f"{result.wall_seconds / 60:.1f}"))
     return rows
 
 
-def _beside_paper(result: Result, scores: NDArray[np.float64], mean: float) -> tuple[str, str, str]:
+def _paper_columns(result: Result, scores: NDArray[np.float64], mean: float) -> tuple[str, str, str]:
     paper, later = PAPER.get(result.task), LATER.get(result.task)
     if paper is None:
         return "–", "–", "–"
@@ -150,7 +150,7 @@ def _beside_paper(result: Result, scores: NDArray[np.float64], mean: float) -> t
 
 
 def overall(results: Sequence[Result]) -> str | None:
-    """The interquartile mean over all tasks and seeds, where an untrained policy is 0 and the paper's TD3 is 1."""
+    """The interquartile mean over tasks and seeds, normalized: an untrained policy is 0, the paper's TD3 is 1."""
     groups = []
     for result in results:
         if result.suite == "paper" and result.task in PAPER:
@@ -166,11 +166,11 @@ def overall(results: Sequence[Result]) -> str | None:
     )
 
 
-def ablation_table(results: Sequence[Result]) -> Transitions:
-    """Tasks by variants: the mean of the last ten evaluations with its interval, and the paper's."""
+def ablation_table(results: Sequence[Result]) -> TableRows:
+    """Tasks by variants: the mean of the last ten evaluations with its interval, and the paper's result."""
     envs = {result.env: result.task for result in results}
     variants = list(dict.fromkeys(result.variant for result in results))
-    rows: Transitions = [("task", *(title(variant) for variant in variants))]
+    rows: TableRows = [("task", *(title(variant) for variant in variants))]
     by = {(result.env, result.variant): result for result in results}
     for env, task in envs.items():
         cells, papers = [], []
@@ -189,37 +189,37 @@ def ablation_table(results: Sequence[Result]) -> Transitions:
 
 
 def ordering(results: Sequence[Result]) -> list[str]:
-    """Where the intervals of TD3 and a variant are apart: whether they are in the paper's order."""
-    said = []
+    """Sentences that compare TD3 with each variant, and say if the order is that of the paper."""
+    sentences = []
     for env, task in {result.env: result.task for result in results}.items():
         last = {result.variant: last_mean(result.curves) for result in results if result.env == env}
-        whole = last.pop("td3", None)
-        if whole is None:
+        td3 = last.pop("td3", None)
+        if td3 is None:
             continue
-        low, high = interval([whole], lambda drawn: drawn.mean(1))
+        low, high = interval([td3], lambda drawn: drawn.mean(1))
         for variant, scores in last.items():
             other_low, other_high = interval([scores], lambda drawn: drawn.mean(1))
             if other_high >= low and other_low <= high:
-                said.append(f"{env}: TD3 and {title(variant)} cannot be told apart.")
+                sentences.append(f"{env}: TD3 and {title(variant)} cannot be told apart.")
                 continue
             better = low > other_high
             paper = ABLATION[variant][task] < ABLATION["td3"][task]
-            said.append(
+            sentences.append(
                 f"{env}: TD3 is {'above' if better else 'below'} {title(variant)},"
                 f" {'as' if better == paper else 'NOT as'} in the paper."
             )
-    return said
+    return sentences
 
 
 def overestimation(results: Sequence[Result]) -> list[str]:
-    """What critics expected of the states they saw, beside what came, in the last ten evaluations."""
-    said: dict[str, list[str]] = {}
+    """Sentences that compare the predicted values with the discounted returns of the last ten evaluations."""
+    sentences: dict[str, list[str]] = {}
     for result in results:
         if result.values is not None and result.variant in ("td3", "ddpg"):
-            expected, came = (float(np.nanmean(part[:, -10:])) for part in result.values)
-            cell = f"{title(result.variant)} expected {number(expected)} where {number(came)} came"
-            said.setdefault(result.env, []).append(f"{cell} ({(expected - came) / abs(came):+.0%})")
-    return [f"{env}, value of a state: {'; '.join(cells)}." for env, cells in said.items()]
+            predicted, discounted = (float(np.nanmean(part[:, -10:])) for part in result.values)
+            cell = f"{title(result.variant)} predicted {number(predicted)}, discounted return {number(discounted)}"
+            sentences.setdefault(result.env, []).append(f"{cell} ({(predicted - discounted) / abs(discounted):+.0%})")
+    return [f"{env}, value of a state: {'; '.join(cells)}." for env, cells in sentences.items()]
 
 
 def title(variant: str) -> str:
@@ -227,15 +227,15 @@ def title(variant: str) -> str:
 
 
 def number(x: float) -> str:
-    """Four digits, as tables have them."""
+    """Format a number for a table."""
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 
 # -------------------------------------------------------------------------------------------- terminal and docs
 
 
-def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Transitions, list[str]]]:
-    """For each suite: its title, its table, and sentences below."""
+def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, TableRows, list[str]]]:
+    """The title, the table and the sentences below it, for each suite."""
     parts = []
     for suite, found in results.items():
         rows = ablation_table(found) if suite == "ablation" else returns_table(found)
@@ -247,7 +247,7 @@ def show(results: dict[SuiteName, list[Result]]) -> list[tuple[str, Transitions,
 
 
 def _conditions(results: Sequence[Result]) -> list[str]:
-    """How it was evaluated and where it was trained."""
+    """Sentences on the evaluation settings, the hardware and the software."""
     by_every: dict[tuple[int, int, int], list[str]] = {}
     for result in results:
         key = result.steps[-1], result.every, result.episodes
@@ -256,7 +256,7 @@ def _conditions(results: Sequence[Result]) -> list[str]:
     for (steps, every, episodes), names in by_every.items():
         which = "" if len(by_every) == 1 else f" ({', '.join(names)})"
         sentences.append(f"{steps:,} steps, {episodes} noise-free episodes every {every:,}{which}.")
-    places: dict[tuple[str, str, str], dict[int, None]] = {}  # and how many cores there
+    places: dict[tuple[str, str, str], dict[int, None]] = {}  # the core counts of each
     for result in results:
         software = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "t3d")
         place = result.hardware["gpu"] or "", result.hardware["processor"], software
@@ -277,7 +277,7 @@ def _listed(cores: list[int]) -> str:
 
 
 def write_docs(results: dict[SuiteName, list[Result]], page: Path) -> list[Path]:
-    """Put the tables between their marks in a page, and the figures into the folder `figures` beside it."""
+    """Write the tables between their markers in a page, and the figures into the folder `figures` beside it."""
     text = files.read_text(page)
     drawn = {suite: figures.of_suite(suite, results.get(suite, [])) for suite in SUITES}
     for suite in SUITES:
@@ -293,20 +293,20 @@ def write_docs(results: dict[SuiteName, list[Result]], page: Path) -> list[Path]
 
 
 def source_of(results: Sequence[Result]) -> str:
-    """What a figure was made from, written into it."""
+    """The hash of the result files of a figure."""
     return hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest()
 
 
 def replaced(text: str, suite: str, new: str, page: Path) -> str:
-    """The text with what stands between a suite's marks replaced."""
+    """Replace the text between the markers of a suite."""
     pattern = re.compile(rf"(<!-- {suite} -->\n).*?(<!-- /{suite} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise T3DError(f"{page} has no place for the suite {suite}: <!-- {suite} --> and <!-- /{suite} -->.")
+        raise T3DError(f"{page} has no markers for the suite {suite}: <!-- {suite} --> and <!-- /{suite} -->.")
     return pattern.sub(lambda marks: f"{marks[1]}{new}{marks[2]}", text)
 
 
 def section(suite: SuiteName, results: list[Result], pictures: list[str]) -> str:
-    """A suite's part of the page, in Markdown."""
+    """The section of a suite in Markdown."""
     if not results:
         return f"Not trained yet: `t3d bench returns --suite {suite}`.\n"
     ((_, rows, below),) = show({suite: results})

@@ -1,18 +1,18 @@
-"""Environments: one contract for every suite, an adapter a file. Nothing outside knows which suite it talks to.
+"""Environments: one interface for all suites, one adapter per file. Code outside is independent of the suite.
 
-A batch of N environments is stepped together with actions in [−1, 1]:
+A batch steps N environments together, with actions in [−1, 1]:
 
     obs = batch.reset()                                   (N, O) float32
-    moved = batch.step(actions)                           actions (N, A)
-    moved.obs          (N, O)  what to act on next: after an episode's end the first of the next one
-    moved.reward       (N,)    float64
-    moved.terminated   (N,)    the task ended: nothing follows, the value of what follows is 0
-    moved.truncated    (N,)    a time limit cut the episode: the value of what follows counts
-    moved.final_obs    (N, O)  the true observation after the action, also where the episode ended
-    moved.valid        (N,)    false where the row is no transition and must not be stored
+    result = batch.step(actions)                          actions (N, A)
+    result.obs         (N, O)  the observation to act on; after an episode's end, the first of the next episode
+    result.reward      (N,)    float64
+    result.terminated  (N,)    the task ended: the next state has value 0
+    result.truncated   (N,)    a time limit ended the episode: the next state keeps its value
+    result.final_obs   (N, O)  the observation after the action, also at an episode's end
+    result.valid       (N,)    False where the row is not a transition and must not be stored
 
-Episode e of environment i starts from the seed that `episode_seed(i, e)` gives, so what an environment does
-is a function of its seeds and its actions. Observations and rewards that are not finite are refused.
+Episode e of environment i is reset with the seed `episode_seed(i, e)`, so seeds and actions determine all results.
+Observations and rewards that are not finite raise EnvError.
 """
 
 from t3d.envs.actions import ActionRange

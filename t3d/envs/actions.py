@@ -1,4 +1,4 @@
-"""The border between actions in [−1, 1], where everything inside lives, and the environment's own units."""
+"""Conversion of actions in [−1, 1], which T3D uses everywhere, to the units of the environment."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,33 +13,33 @@ from t3d.errors import T3DError
 
 @dataclass(frozen=True)
 class ActionRange:
-    """The bounds of each action dimension by itself: `low` and `high` have the action's shape and dtype."""
+    """The bounds of each action dimension. `low` and `high` have the shape and dtype of an action."""
 
     low: NDArray[Any]
     high: NDArray[Any]
 
     @staticmethod
     def of(space: spaces.Space[Any], env: str) -> "ActionRange":
-        """The range of a Box; any other space is refused with the reason."""
+        """Return the range of a Box; raise T3DError for any other space."""
         if not isinstance(space, spaces.Box):
             discrete = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
             why = "TD3 needs continuous ones (a Box)" if discrete else "only a Box is supported"
-            raise T3DError(f"{env} has actions of the kind {space}; {why}.")
+            raise T3DError(f"{env} has the action space {space}; {why}.")
         if not np.issubdtype(space.dtype, np.floating):
-            raise T3DError(f"{env} has whole numbers ({space.dtype}) as actions; TD3 needs continuous ones.")
+            raise T3DError(f"{env} has actions that are whole numbers ({space.dtype}); TD3 needs continuous ones.")
         if space.low.size == 0:
-            raise T3DError(f"{env} has an action of no dimensions: there is nothing to learn.")
+            raise T3DError(f"{env} has an action with no dimensions: there is nothing to learn.")
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise T3DError(
-                f"{env} has unbounded actions ({space}); TD3 needs finite bounds:"
-                " wrap it in gymnasium.wrappers.RescaleAction or give the space a low and a high."
+                f"{env} has unbounded actions ({space}); TD3 needs finite bounds."
+                " Set low and high of the space, or wrap the environment in gymnasium.wrappers.RescaleAction."
             )
         if not (space.low < space.high).all():
             raise T3DError(f"{env} has an action dimension whose low is not below its high ({space}).")
         return ActionRange(space.low.copy(), space.high.copy())
 
     @cached_property
-    def _unit(self) -> bool:
+    def _is_unit(self) -> bool:
         return bool((self.low == -1).all() and (self.high == 1).all())
 
     @property
@@ -47,12 +47,12 @@ class ActionRange:
         return int(self.low.size)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        """(N, A) in [−1, 1] -> (N, *shape) in the environment's units; ±1 are exactly the bounds."""
+        """Convert (N, A) in [−1, 1] to a new array (N, *shape) in the environment's units; ±1 give the exact bounds."""
         if action.dtype != self.low.dtype or action.ndim != self.low.ndim + 1:
             action = action.astype(self.low.dtype).reshape(-1, *self.low.shape)
-        if self._unit:
-            return action.copy()  # as they are, to the last bit; an environment may do to its own what it likes
+        if self._is_unit:
+            return action.copy()  # bit for bit; a copy, because the environment may write into it
         t = (action + 1) / 2
-        # low + t · (high − low) would miss `high` by a rounding.
+        # low + t · (high − low) would miss `high` by a rounding error.
         mapped: NDArray[Any] = np.clip(self.low * (1 - t) + self.high * t, self.low, self.high)
         return mapped

@@ -1,4 +1,4 @@
-"""The contract itself; the package's first lines say what each field means."""
+"""The interface of a batch of environments; the docstring of the package explains each field."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,16 +15,17 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 EpisodeSeed = Callable[[int, int], int]
 
-# Where an environment declares no time limit, an episode is cut here: evaluations and whole episodes must end.
+# The time limit of environments that declare none: evaluations, and training by episodes, need every episode to end.
 LONGEST_EPISODE = 10_000
-MOST_LOSSES = 3  # of a worker process in one episode of an evaluation; then it is given up
-LARGEST_REWARD = 1e15  # its square, and that of a value that adds up many, are still numbers in float32
+MOST_LOSSES = 3  # worker processes lost in one episode of an evaluation before the episode is given up
+LARGEST_REWARD = 1e15  # the square of the reward, and of a sum of many, is finite in float32
 
 
 class EnvError(T3DError):
-    """An environment that failed, with all that is known of it.
+    """A failure of an environment, with the circumstances.
 
-    `index` is its place in the batch, None where the whole batch failed; `call` is `reset` or `step`.
+    `index` is the environment's index in the batch, or None if the whole batch failed. `call` is `reset` or `step`.
+    `whole` is the full traceback.
     """
 
     def __init__(
@@ -42,15 +43,15 @@ class EnvError(T3DError):
         super().__init__(sentence)
         self.index, self.call, self.episode, self.length = index, call, episode, length
         self.action, self.obs, self.whole = action, obs, whole
-        # For whoever knows that to fill in: which seed's environment it is, and whether it played in an evaluation.
+        # The caller sets these: a description of the environment, and whether it failed in an evaluation.
         self.place, self.in_evaluation = "", False
-        # Of a step that went well, where only the reset after it failed: what came of it, and its rows of metrics.
+        # If the step succeeded and the reset after it failed: the step's result and its rows of metrics.
         self.moved: StepResult | None = None
         self.rows: list[dict[str, Any]] = []
 
 
 class StepResult(NamedTuple):
-    """What one step of N environments gives."""
+    """The result of one step of N environments."""
 
     obs: Floats
     reward: NDArray[np.float64]
@@ -60,65 +61,65 @@ class StepResult(NamedTuple):
     valid: Flags
 
     def begun(self, active: Flags | None) -> Flags:
-        """(N,) whose `obs` is not what came before it, of those that were `active`: an episode began there."""
+        """(N,) True where a new episode began, so `obs` does not follow from the last observation."""
         return self.terminated | self.truncated | (~self.valid if active is None else active & ~self.valid)
 
 
 class EnvBatch(Protocol):
-    """N environments of one kind."""
+    """N environments of the same task."""
 
     name: str
     count: int
     layout: Layout
     obs_dim: int
     actions: ActionRange
-    together: bool  # whether they can only move all at once, those that are not active too
-    longest_episode: int | None  # steps after which an episode is cut; None where that is not known
-    frame_stack: FrameStack | None  # how its observations are put together, where they have images
-    cut_failures: bool  # end the episode of an environment that fails in a step, instead of raising EnvError
-    skip_losses: bool  # leave one alone whose process ends again and again in its reset, instead of raising EnvError
+    together: bool  # whether `step` always moves all environments, also those that are not active
+    longest_episode: int | None  # steps after which an episode is truncated; None if unknown
+    frame_stack: FrameStack | None  # the layout of stacked frames; None if observations have no images
+    cut_failures: bool  # end the episode of an environment whose step fails, instead of raising EnvError
+    skip_losses: bool  # skip an environment whose process keeps ending in reset, instead of raising EnvError
 
     @property
     def failures(self) -> list[EnvError]:
-        """Of the last step, where they are cut."""
+        """The failures of the last step, if `cut_failures` is set."""
         ...
 
     @property
     def worker_lost(self) -> Flags | None:
-        """(N,) whose process ended in the last step; None where none did."""
+        """(N,) True where the worker process ended in the last step; None if none did."""
         ...
 
     @property
     def blamed(self) -> Flags | None:
-        """(N,) those of them in whose own call it ended."""
+        """(N,) True where it ended in a call of this environment; None if no process ended."""
         ...
 
     @property
     def skipped(self) -> Flags | None:
-        """(N,) those that were left alone since the last reset of all; None where none was."""
+        """(N,) True where the environment was skipped since the last reset of all; None if none was."""
         ...
 
     @property
     def lost(self) -> int:
-        """Worker processes that died or hung and were replaced."""
+        """The number of worker processes that died or hung and were replaced."""
         ...
 
     @property
     def cut(self) -> int:
-        """Episodes that were cut because a simulation broke down."""
+        """The number of episodes cut because a simulation diverged."""
         ...
 
     @property
     def episodes(self) -> list[int]:
-        """(N,) the episode that each environment is in, counted from 0."""
+        """The current episode of each environment, counted from 0."""
         ...
 
     def reset(self, episodes: Sequence[int] | None = None) -> Floats:
-        """The first observations of episode 0 of each, or of the `episodes` named."""
+        """Reset all environments to the next episode, or to the given `episodes`; return the first observations."""
         ...
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
-        """Transitions that are not `active` stand still and come back as not valid."""
+        """Step the environments that are `active`; the others do not move, and their rows are not valid."""
         ...
 
     def close(self) -> None: ...
@@ -127,11 +128,11 @@ class EnvBatch(Protocol):
 def find_nonfinite(
     where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None
 ) -> EnvError | None:
-    """The first observation or reward that is not a finite number, by name: nothing could be learned from it."""
+    """Return an EnvError for the first observation that is not finite or reward that is too large, or None."""
     flat = obs.ravel()
     with np.errstate(all="ignore"):
         if flat.dot(flat) < 1e30 and (reward is None or reward.dot(reward) < 1e30):
-            return None  # the usual case, told by two products: no number is large, let alone not finite
+            return None  # the usual case: small sums of squares mean that every number is finite and small
     if not np.isfinite(obs).all():
         row, column = map(int, np.argwhere(~np.isfinite(obs))[0])
         what = f"observation[{column}] is {obs[row, column]}"
@@ -144,6 +145,6 @@ def find_nonfinite(
 
 
 def refuse_nonfinite(where: Callable[[int], str], obs: Floats, reward: NDArray[np.float64] | None = None) -> None:
-    """Raise it, if there is one."""
+    """Raise the error that `find_nonfinite` returns, if any."""
     if failure := find_nonfinite(where, obs, reward):
         raise failure

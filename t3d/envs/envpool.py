@@ -1,7 +1,7 @@
-"""EnvPool: environments in C++ behind Gymnasium's vector interface, which takes care of the rest.
+"""EnvPool: C++ environments behind Gymnasium's vector interface.
 
-Its environments draw new episodes from a generator of their own, so only the first one after a reset is known by its
-seed: evaluations are the same each time, because each begins with a reset, and so with a new pool.
+Each environment draws its later episodes from its own generator, so the seed determines only the first episode after a
+reset. Evaluations are still reproducible: each starts with a reset, which makes a new pool.
 """
 
 import warnings
@@ -17,27 +17,25 @@ PREFIX = "envpool/"
 
 
 class Pool(VectorEnv[Any, Any, Any]):
-    """A pool of one task."""
+    """An EnvPool of one task as a VectorEnv."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
     def __init__(self, task: str, count: int, threads: int, args: dict[str, Any]) -> None:
-        self._task, self._options = task, {"num_threads": threads, **args}
+        self._task, self._args = task, {"num_threads": threads, **args}
         self.num_envs = count
         self._pool = self._make([0] * count)
         self.single_observation_space, self.single_action_space = self._pool.observation_space, self._pool.action_space
 
     def _make(self, seeds: list[int]) -> Any:
-        import envpool  # here, because it is an extra
+        import envpool  # an optional dependency
 
         known = envpool.list_all_envs()
         if self._task not in known:
             raise T3DError(f"EnvPool has no environment {self._task}.{nearest(self._task, known)}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of bounds that are not exact in float32
-            made = envpool.make(
-                self._task, env_type="gymnasium", num_envs=self.num_envs, env_seed=seeds, **self._options
-            )
+            warnings.simplefilter("ignore")  # about bounds that are not exact in float32
+            made = envpool.make(self._task, env_type="gymnasium", num_envs=self.num_envs, env_seed=seeds, **self._args)
             _ = made.observation_space, made.action_space
         return made
 

@@ -1,4 +1,4 @@
-"""Is the path that a task takes the same as `gymnasium.make`, bit for bit, on this machine and with these versions?"""
+"""Compares T3D's environments with those of `gymnasium.make`, bit for bit."""
 
 from typing import Any
 
@@ -10,31 +10,33 @@ from t3d.envs.factory import EnvFactory
 from t3d.layout import Layout, flatten
 
 
-def first_difference(source: EnvFactory, steps: int, count: int = 3) -> tuple[str, int]:
-    """Random actions on both: where they first differ, or nothing; and how many episodes ended on the way."""
-    envs = source.batch(count, _episode_seed)
-    theirs, episodes, ends = [source.one() for _ in range(count)], [0] * count, 0
+def first_difference(factory: EnvFactory, steps: int, count: int = 3) -> tuple[str, int]:
+    """Play random actions in both. Return where they first differ (or ""), and the number of episodes that ended."""
+    envs = factory.batch(count, _episode_seed)
+    reference, episodes, ends = [factory.one() for _ in range(count)], [0] * count, 0
     try:
         obs = envs.reset()
-        if not all(_same(obs[i], env.reset(seed=_episode_seed(i, 0))[0], envs.layout) for i, env in enumerate(theirs)):
+        if not all(
+            _same(obs[i], env.reset(seed=_episode_seed(i, 0))[0], envs.layout) for i, env in enumerate(reference)
+        ):
             return "the first observation", ends
-        draw = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
         for step in range(1, steps + 1):
-            actions = draw.uniform(-1, 1, (count, envs.actions.dim)).astype(np.float32)
-            moved, played = envs.step(actions), envs.actions.to_env(actions)
-            for i, env in enumerate(theirs):
-                last, reward, terminated, truncated, _ = env.step(played[i])
-                same = _same(moved.final_obs[i], last, envs.layout) and moved.reward[i] == reward
-                same &= moved.terminated[i] == terminated and moved.truncated[i] == truncated
+            actions = generator.uniform(-1, 1, (count, envs.actions.dim)).astype(np.float32)
+            result, env_actions = envs.step(actions), envs.actions.to_env(actions)
+            for i, env in enumerate(reference):
+                final_obs, reward, terminated, truncated, _ = env.step(env_actions[i])
+                same = _same(result.final_obs[i], final_obs, envs.layout) and result.reward[i] == reward
+                same &= result.terminated[i] == terminated and result.truncated[i] == truncated
                 if terminated or truncated:
                     ends, episodes[i] = ends + 1, episodes[i] + 1
-                    last, _ = env.reset(seed=_episode_seed(i, episodes[i]))
-                if not (same and _same(moved.obs[i], last, envs.layout)):
+                    final_obs, _ = env.reset(seed=_episode_seed(i, episodes[i]))
+                if not (same and _same(result.obs[i], final_obs, envs.layout)):
                     return f"step {step} of environment {i}", ends
         return "", ends
     finally:
         envs.close()
-        for env in theirs:
+        for env in reference:
             env.close()
 
 

@@ -1,4 +1,4 @@
-"""From what a user names to a batch of environments: which adapter takes it, and why."""
+"""Makes batches of environments from what the user passed, and chooses the adapter."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvBatch, EpisodeSeed
 from t3d.envs.envpool import PREFIX, Pool
 from t3d.envs.frame_stack import FrameStackBatch
-from t3d.envs.gym import GymBatch, observable
+from t3d.envs.gym import GymBatch, obs_layout
 from t3d.envs.mujoco_tasks import TASKS
 from t3d.envs.slots import LocalSlot, Raised, RealEnv, Slot, calling, close_env
 from t3d.envs.vector import VectorBatch
@@ -32,12 +32,12 @@ from t3d.limits import cores
 from t3d.pixels.frame_stack import FrameStack
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
-MOST_NUMBER = 1e6  # in arguments that only a file gives
-Path = Literal["mujoco.batch", "gymnasium", "envpool"]
+MAX_ARG = 1e6  # the largest number in environment arguments from a file
+Adapter = Literal["mujoco.batch", "gymnasium", "envpool"]
 
-# Suites whose ids are known without their module: what an id looks like, and the module that registers it.
+# Suites that need an import before `gymnasium.make`: the pattern of their ids, and the module that registers them.
 SUITES = {r"dm_control/.*": "shimmy", r"\w+BulletEnv-v0": "pybullet_envs_gymnasium"}
-# The extra that brings a module.
+# The extra of T3D that installs a module.
 EXTRAS = {
     "shimmy": "dmc",
     "dm_control": "dmc",
@@ -49,29 +49,29 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """Where environments come from: an id or something that makes one when called, and arguments for it.
+    """Makes environments from an id or a callable and its arguments.
 
-    A vector environment that somebody handed over is trained in as it is; evaluations have environments of their own.
+    With `vector`, training uses that vector environment, and evaluations make environments of their own.
     """
 
     env: "str | Maker | gymnasium.Env[Any, Any]"
     args: dict[str, Any] = field(default_factory=dict)
-    pixels: int = 0  # if not 0, images of the environment, so high and wide, are its observations
-    stack: int = 1  # frames that are seen at once, where observations have images
+    pixels: int = 0  # if not 0, observations are rendered images of this height and width
+    stack: int = 1  # frames in an observation, if observations have images
     vector: "VectorEnv[Any, Any, Any] | None" = None
-    threads: int = 0  # that step them together, where they can; 0 is as many as there are cores
-    real: bool = False  # a machine: there is one environment, and training and evaluations take turns on it
+    threads: int = 0  # for batches that step in threads; 0 means one per core
+    real: bool = False  # physical hardware: training and evaluations share one environment
     _made: "list[ref[gymnasium.Env[Any, Any]]]" = field(default_factory=list)
-    _waiting: "list[gymnasium.Env[Any, Any]]" = field(
-        default_factory=list
-    )  # made, and not asked for yet; or the real one
+    _spare: "list[gymnasium.Env[Any, Any]]" = field(default_factory=list)  # made but not handed out; or the real one
 
     def seen(self, pixels: int, stack: int) -> "EnvFactory":
-        """The same, seen in another way."""
+        """Return a copy with these observations: rendered images of `pixels`, and `stack` frames."""
         if pixels and self.vector is not None:
-            raise T3DError("--pixels is for environments that are made here; a vector environment shows what it shows.")
+            raise T3DError(
+                "--pixels is not for a vector environment: wrap its environments so that they observe images."
+            )
         if pixels:
-            # What renders without a GPU (Mesa) and Triton each bring an LLVM: the process dies if Triton is the second.
+            # Mesa (software rendering) and Triton each load an LLVM; the process crashes if Triton loads second.
             import torch._dynamo  # noqa: F401
         return replace(self, pixels=pixels, stack=stack)
 
@@ -82,80 +82,80 @@ class EnvFactory:
         return self.env if isinstance(self.env, str) else str(getattr(self.env, "__name__", type(self.env).__name__))
 
     def as_real(self, asked: bool) -> "EnvFactory":
-        """The same as a real environment, if that is `asked` for or its metadata says so. It is made for that."""
-        if not asked and (self.vector is not None or self._pooled):
+        """Return a copy for a real environment if `asked` or if its metadata says so; makes the environment."""
+        if not asked and (self.vector is not None or self._is_envpool):
             return self
-        if self.vector is not None or self._pooled:
-            raise T3DError(f"--real-env is for one environment; {self.name} is several at once.")
-        one = replace(self, real=asked).one()
-        real = asked or declared(one) or isinstance(self.env, gymnasium.Env)
-        self._waiting.append(RealEnv(one) if real else one)
+        if self.vector is not None or self._is_envpool:
+            raise T3DError(f"--real-env is for a single environment; {self.name} is a batch.")
+        env = replace(self, real=asked).one()
+        real = asked or is_real(env) or isinstance(self.env, gymnasium.Env)
+        self._spare.append(RealEnv(env) if real else env)
         return replace(self, real=real)
 
     def close(self) -> None:
-        """Close what was made and not handed out, and a real environment that was made here."""
-        while self._waiting:
-            env = self._waiting.pop()
-            if not isinstance(self.env, gymnasium.Env):  # an object belongs to whoever made it
+        """Close environments that were not handed out, and a real environment that this factory made."""
+        while self._spare:
+            env = self._spare.pop()
+            if not isinstance(self.env, gymnasium.Env):  # the caller owns an environment object
                 close_env(env)
 
     @property
     def from_python(self) -> bool:
-        """Whether no file can bring it back."""
+        """Whether it is a Python object, so config.json cannot restore it."""
         return not isinstance(self.env, str)
 
     @property
-    def _pooled(self) -> bool:
+    def _is_envpool(self) -> bool:
         return isinstance(self.env, str) and self.env.startswith(PREFIX)
 
     @property
-    def _full(self) -> "str | Maker | gymnasium.Env[Any, Any]":
-        """With the module that registers it, where that goes without saying."""
+    def _full_env(self) -> "str | Maker | gymnasium.Env[Any, Any]":
+        """The environment; an id of a known suite gets the module that registers it."""
         for pattern, module in SUITES.items():
             if isinstance(self.env, str) and re.fullmatch(pattern, self.env) and self.env not in gymnasium.registry:
                 return f"{module}:{self.env}"
         return self.env
 
     @property
-    def _elsewhere(self) -> Any:
-        """What makes it in another process, where an id may not be registered."""
-        registered = isinstance(self._full, str) and gymnasium.registry.get(self._full.rpartition(":")[2])
-        return registered or self._full
+    def _worker_env(self) -> Any:
+        """The environment for a worker process, where an id may not be registered: its EnvSpec if there is one."""
+        registered = isinstance(self._full_env, str) and gymnasium.registry.get(self._full_env.rpartition(":")[2])
+        return registered or self._full_env
 
     def one(self) -> "gymnasium.Env[Any, Any]":
-        """One environment, new each time; a real one is always the same."""
-        if self._waiting:
-            return self._waiting[-1] if self.real else self._waiting.pop()
-        if self._pooled:
-            raise T3DError(f"{self.name}: EnvPool's environments come in pools; --her and --pixels need single ones.")
-        made = self._one()
-        if not isinstance(made, gymnasium.Env):
-            raise T3DError(f"{self.name}() gave a {type(made).__name__}, not a gymnasium.Env.")
-        with self._reading():
-            if any(other() is made.unwrapped for other in self._made):
-                raise T3DError(f"{self.name}() gave the same environment twice; it must make a new one each time.")
-            self._made.append(ref(made.unwrapped))
+        """Make an environment; a real environment is always the same one."""
+        if self._spare:
+            return self._spare[-1] if self.real else self._spare.pop()
+        if self._is_envpool:
+            raise T3DError(f"{self.name}: EnvPool makes batches only; --her and --pixels need single environments.")
+        env = self._make()
+        if not isinstance(env, gymnasium.Env):
+            raise T3DError(f"{self.name}() returned a {type(env).__name__}, not a gymnasium.Env.")
+        with self._describe_errors():
+            if any(other() is env.unwrapped for other in self._made):
+                raise T3DError(f"{self.name}() returned the same environment twice; it must make a new one each time.")
+            self._made.append(ref(env.unwrapped))
             for name in ("observation_space", "action_space"):
-                if not isinstance(getattr(made, name, None), spaces.Space):
+                if not isinstance(getattr(env, name, None), spaces.Space):
                     raise T3DError(f"{self.name} has no {name}.")
-        if self.pixels and not (self.real or declared(made)):
-            self._refuse_unseen(made)
-        return made
+        if self.pixels and not (self.real or is_real(env)):
+            self._check_rendering(env)
+        return env
 
-    def _refuse_unseen(self, env: "gymnasium.Env[Any, Any]") -> None:
-        """If it cannot be shown in images, that is said now."""
+    def _check_rendering(self, env: "gymnasium.Env[Any, Any]") -> None:
+        """Raise T3DError if the environment cannot be rendered."""
         try:
             calling(lambda: env.reset(seed=0))
         except Raised as problem:
             close_env(env)
             if isinstance(problem.__cause__, error.DependencyNotInstalled):
                 raise self._not_installed(problem.__cause__) from problem
-            hint = "MuJoCo's need a GL library, as Debian's libegl1"
-            raise T3DError(f"{self.name} cannot be shown in images ({hint}): {problem}") from problem
+            hint = "MuJoCo needs a GL library, for example Debian's libegl1"
+            raise T3DError(f"{self.name} cannot be rendered ({hint}): {problem}") from problem
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What an environment says of itself may be anything: an exception in it is a sentence."""
+    def _describe_errors(self) -> Iterator[None]:
+        """Turn an exception from the attributes of an environment into a T3DError."""
         try:
             yield
         except (T3DError, KeyboardInterrupt):
@@ -163,19 +163,22 @@ class EnvFactory:
         except BaseException as problem:
             raise T3DError(f"{self.name} cannot be used: {said(problem)}") from problem
 
-    def _measured(self, env: "gymnasium.Env[Any, Any]") -> tuple[Layout, ActionRange, int | None]:
-        """Its observations, its actions, and its time limit if it declares one."""
-        with self._reading():
+    def _spaces(self, env: "gymnasium.Env[Any, Any]") -> tuple[Layout, ActionRange, int | None]:
+        """Return the observation layout, the action range and the declared time limit of an environment."""
+        with self._describe_errors():
             limit = None if env.spec is None else env.spec.max_episode_steps
             if not (limit is None or (isinstance(limit, int) and limit > 0)):
-                raise T3DError(f"{self.name} has the time limit {shown(limit)}; it is a whole number from 1 up.")
-            return observable(env.observation_space, self.name), ActionRange.of(env.action_space, self.name), limit
+                raise T3DError(
+                    f"{self.name} has the time limit {shown(limit)}; it must be a whole number of at least 1."
+                )
+            return obs_layout(env.observation_space, self.name), ActionRange.of(env.action_space, self.name), limit
 
-    def _one(self) -> "gymnasium.Env[Any, Any]":
+    def _make(self) -> "gymnasium.Env[Any, Any]":
+        """Make one environment; raise T3DError with a hint if that fails."""
         try:
-            return self._called()
+            return self._call_maker()
         except ModuleNotFoundError as problem:
-            raise self._without(problem.name or str(self._full).rpartition(":")[0]) from problem
+            raise self._missing_module(problem.name or str(self._full_env).rpartition(":")[0]) from problem
         except error.DependencyNotInstalled as problem:
             raise self._not_installed(problem) from problem
         except (error.UnregisteredEnv, error.NamespaceNotFound) as problem:
@@ -189,69 +192,69 @@ class EnvFactory:
         except Raised as problem:
             raise T3DError(f"{self.name} cannot be made: {problem}") from problem
 
-    def _called(self) -> "gymnasium.Env[Any, Any]":
-        """What it makes; whatever it raises, SystemExit too, is `Raised`, but for what is missing here."""
+    def _call_maker(self) -> "gymnasium.Env[Any, Any]":
+        """Make one environment. Convert exceptions to `Raised`, except those of missing modules and unknown ids."""
         missing = ModuleNotFoundError | error.DependencyNotInstalled | error.UnregisteredEnv | error.NamespaceNotFound
         try:
-            return calling(lambda: make(self._full, self.args, self.pixels))  # type: ignore[no-any-return]
+            return calling(lambda: make(self._full_env, self.args, self.pixels))  # type: ignore[no-any-return]
         except Raised as problem:
             if isinstance(problem.__cause__, T3DError | missing):
                 raise problem.__cause__ from None
             raise
 
     def _not_installed(self, problem: error.DependencyNotInstalled) -> T3DError:
-        """Name the extra that brings the package."""
+        """The error for a missing package, with the extra that installs it."""
         extras, text = {"mujoco": "mujoco", "pygame": "pixels"}, said(problem)
         named = [extra for word, extra in extras.items() if word in text.lower()]
         how = f"pip install 't3d[{named[0]}]'" if named else text
         return T3DError(f"{self.name} needs a package that is not installed: {how}")
 
-    def _without(self, module: str) -> T3DError:
-        """What to say where a module is missing."""
-        how = f" It comes with pip install 't3d[{EXTRAS[module]}]'." if module in EXTRAS else ""
+    def _missing_module(self, module: str) -> T3DError:
+        """The error for a missing module, with the command that installs it."""
+        how = f" Install it: pip install 't3d[{EXTRAS[module]}]'." if module in EXTRAS else ""
         first = module.partition(".")[0]
         if any(os.path.exists(name) for name in (first, f"{first}.py")):  # noqa: PTH110
-            how += " It is in this folder, where Python does not look: set PYTHONPATH=. before the command."
-        how += " PyBullet is for Python 3.11." if "bullet" in module and sys.version_info >= (3, 12) else ""
-        return T3DError(f"{self.name}: there is no module {module} to import.{how}")
+            how += " It is in this folder, which is not on the module search path: put PYTHONPATH=. before the command."
+        how += " PyBullet needs Python 3.11." if "bullet" in module and sys.version_info >= (3, 12) else ""
+        return T3DError(f"{self.name}: there is no module {module}.{how}")
 
-    def path(self) -> tuple[Path, str]:
-        """How environments of this source are stepped without workers, and why so."""
+    def path(self) -> tuple[Adapter, str]:
+        """Return the adapter for these environments without workers, and the reason."""
         if self.real:
-            return "gymnasium", "it is real"
+            return "gymnasium", "it is a real environment"
         if self.from_python:
-            return "gymnasium", "it is made by a function in Python"
-        if self._pooled:
-            return "envpool", "its id says so"
+            return "gymnasium", "it is a Python object"
+        if self._is_envpool:
+            return "envpool", "its id starts with envpool/"
         plain = str(self.env).rpartition(":")[2]
         spec = gymnasium.registry.get(plain)
         ours = plain in TASKS and spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         if not ours:
-            return "gymnasium", "there is no faster path for it"
+            return "gymnasium", "no faster adapter supports it"
         if self.args:
-            return "gymnasium", "it has arguments of its own"
+            return "gymnasium", "it has arguments"
         if self.pixels:
-            return "gymnasium", "it is seen in images"
+            return "gymnasium", "its observations are rendered"
         if find_spec("mujoco.batch") is None:
             return "gymnasium", "mujoco.batch needs mujoco 3.17 or newer"
-        return "mujoco.batch", "it is bit-identical to Gymnasium there"
+        return "mujoco.batch", "it is faster and bit-identical to Gymnasium"
 
     def training_batch(
         self, count: int, episode_seed: EpisodeSeed, workers: int = 0, worker_timeout: float = 60.0
     ) -> EnvBatch:
-        """The environments to train in: the vector environment, if there is one."""
+        """Make the environments for training; uses the vector environment if there is one."""
         if self.vector is None:
             return self.batch(count, episode_seed, workers, worker_timeout)
         if self.vector.num_envs != count or workers:
             raise T3DError(
-                f"the vector environment has {self.vector.num_envs} environments, and seeds times num_envs is {count};"
-                " they must be the same number, and workers must be 0."
+                f"the vector environment has {self.vector.num_envs} environments, but seeds times num_envs is {count};"
+                " these must be equal, and workers must be 0."
             )
-        with self._reading():
+        with self._describe_errors():
             return self._stacked(VectorBatch(self.name, self.vector, episode_seed))
 
     def batch(self, count: int, episode_seed: EpisodeSeed, workers: int = 0, worker_timeout: float = 60.0) -> EnvBatch:
-        """`count` environments behind the contract."""
+        """Make a batch of `count` environments."""
         return self._stacked(self._batch(count, episode_seed, workers, worker_timeout))
 
     def _stacked(self, batch: EnvBatch) -> EnvBatch:
@@ -264,98 +267,98 @@ class EnvFactory:
 
     def _batch(self, count: int, episode_seed: EpisodeSeed, workers: int, worker_timeout: float) -> EnvBatch:
         threads = min(count, self.threads or cores())
-        if self._pooled:
+        if self._is_envpool:
             return self._pool(count, episode_seed, workers, threads)
         first = self.one()
         try:
-            if declared(first) and not self.real:
-                raise T3DError(f"{self.name} says that it is real: train on it alone, without a vector environment.")
-            layout, actions, limit = self._measured(first)
+            if is_real(first) and not self.real:
+                raise T3DError(f"{self.name} is a real environment: train on it alone, without a vector environment.")
+            layout, actions, limit = self._spaces(first)
         except BaseException:
             if not self.real:
                 close_env(first)
             raise
-        path, _ = self.path()
         processes: list[Worker] = []
         slots: list[Slot] = []
         if workers:
             close_env(first)
-            processes = [
-                Worker(
-                    self.name, self._elsewhere, self.args, self.pixels, list(range(k, count, workers)), worker_timeout
-                )
-                for k in range(min(workers, count))
-            ]
-            try:
-                for process in processes:  # they start side by side
-                    process.ready()
-            except BaseException:
-                for process in processes:
-                    process.close()
-                raise
+            processes = self._workers(count, workers, worker_timeout)
             slots = [WorkerSlot(processes[i % workers], i) for i in range(count)]
-        elif path == "mujoco.batch":
-            from t3d.envs.mujoco import MujocoBatch  # here, because mujoco is an extra
+        elif self.path()[0] == "mujoco.batch":
+            from t3d.envs.mujoco import MujocoBatch  # mujoco is an optional dependency
 
             return MujocoBatch(self.name, first, count, episode_seed, threads)
         else:
             make = None if self.real else self.one
             envs = [first, *(self.one() for _ in range(count - 1))]
-            if any(differs((layout, actions), self._measured(env)[:2]) for env in envs[1:]):
-                raise T3DError(f"{self.name} gave environments with different observations or actions.")
+            if any(differs((layout, actions), self._spaces(env)[:2]) for env in envs[1:]):
+                raise T3DError(f"{self.name} made environments with different observation or action spaces.")
             slots = [LocalSlot(env, make) for env in envs]
         return GymBatch(self.name, slots, first.observation_space, actions, limit, episode_seed, processes)
 
+    def _workers(self, count: int, workers: int, worker_timeout: float) -> list[Worker]:
+        """Start worker processes and wait until their environments are made."""
+        shares = [list(range(k, count, workers)) for k in range(min(workers, count))]
+        processes = [
+            Worker(self.name, self._worker_env, self.args, self.pixels, share, worker_timeout) for share in shares
+        ]
+        try:
+            return [process.ready() for process in processes]  # all start at the same time
+        except BaseException:
+            for process in processes:
+                process.close()
+            raise
+
     def _pool(self, count: int, episode_seed: EpisodeSeed, workers: int, threads: int) -> EnvBatch:
         if workers or self.pixels:
-            raise T3DError(f"{self.name}: EnvPool has threads and images of its own; leave out --workers and --pixels.")
+            raise T3DError(f"{self.name}: EnvPool has its own threads and images; leave out --workers and --pixels.")
         try:
             pool = Pool(str(self.env).removeprefix(PREFIX), count, threads, self.args)
         except ModuleNotFoundError as problem:
-            raise self._without(problem.name or "envpool") from problem
+            raise self._missing_module(problem.name or "envpool") from problem
         return VectorBatch(self.name, pool, episode_seed)
 
 
-def declared(env: Any) -> bool:
-    """Whether an environment says that it is real."""
+def is_real(env: Any) -> bool:
+    """Whether the metadata of an environment declares it as real."""
     metadata = getattr(env, "metadata", None)
     return isinstance(metadata, Mapping) and metadata.get("real") is True
 
 
 def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> EnvFactory:
-    """A source whose evaluation environments are made as the vector environment's own were, if that can be known."""
+    """A factory that makes evaluation environments like those of the vector environment, if it knows how."""
     if not (isinstance(getattr(vector, "num_envs", None), int) and vector.num_envs > 0):
         raise T3DError(
-            f"a vector environment says how many it is; num_envs is {shown(getattr(vector, 'num_envs', None))}."
+            f"a vector environment needs a positive num_envs; it is {shown(getattr(vector, 'num_envs', None))}."
         )
     spec, makers = vector.spec, getattr(vector.unwrapped, "env_fns", None)
-    if any(declared(env) for env in (vector, *(getattr(vector.unwrapped, "envs", None) or ()))):
-        raise T3DError("a vector environment of real environments: train on one of them alone.")
+    if any(is_real(env) for env in (vector, *(getattr(vector.unwrapped, "envs", None) or ()))):
+        raise T3DError("the vector environment holds real environments: train on one of them alone.")
     if eval_env is None and spec is not None and spec.id in gymnasium.registry:
         of_the_vector = ("num_envs", "vectorization_mode", "vector_kwargs", "wrappers")
         args = {k: v for k, v in spec.kwargs.items() if k not in of_the_vector}
         return EnvFactory(spec.id, args, vector=vector)
-    return EnvFactory(eval_env or (makers[0] if makers else _nothing_to_evaluate_in(vector)), vector=vector)
+    return EnvFactory(eval_env or (makers[0] if makers else _no_eval_env(vector)), vector=vector)
 
 
-def _nothing_to_evaluate_in(vector: "VectorEnv[Any, Any, Any]") -> Maker:
-    """Stands in for what makes environments for evaluations, in a run that has none."""
+def _no_eval_env(vector: "VectorEnv[Any, Any, Any]") -> Maker:
+    """A maker that raises T3DError: a run without evaluations needs none."""
 
     def make() -> Any:
-        raise T3DError("evaluations need environments of their own: give an eval_env that makes them, or eval_every=0.")
+        raise T3DError("evaluations need their own environments: pass eval_env, or eval_every=0.")
 
     make.__name__ = type(vector.unwrapped).__name__
     return make
 
 
 def differs(ours: tuple[Layout, ActionRange], theirs: tuple[Layout, ActionRange]) -> bool:
-    """Whether observations or actions are others."""
+    """Whether two environments have different observations or actions."""
     same = json.dumps(ours[0]) == json.dumps(theirs[0])
     return not (same and np.array_equal(ours[1].low, theirs[1].low) and np.array_equal(ours[1].high, theirs[1].high))
 
 
-def _newest(env: str) -> str:
-    """An id without its version is that of the newest one, by its whole name."""
+def _with_version(env: str) -> str:
+    """Complete an id without a version to the newest version."""
     if env in gymnasium.registry or ":" in env or "/" in env:
         return env
     versions = [spec.version for spec in gymnasium.registry.values() if spec.name == env and not spec.namespace]
@@ -363,27 +366,27 @@ def _newest(env: str) -> str:
     return f"{env}-v{max(known)}" if known else env
 
 
-def unusual(args: Any, key: str = "") -> tuple[str, Any] | None:
-    """The first argument that is neither a plain word nor a number of usual size, and its name.
+def unsafe_arg(args: Any, key: str = "") -> tuple[str, Any] | None:
+    """Return the name and value of the first argument that is neither a plain word nor a number up to MAX_ARG.
 
-    An environment may open or import what a text names, and a huge number may keep it busy for ever.
+    An environment may open or import what a text names, and a huge number may keep it busy forever.
     """
     if isinstance(args, str):
         plain = re.fullmatch(r"[\w -]{0,100}", args) and not os.path.lexists(args)
         return None if plain else (key, args)
     if isinstance(args, int | float):
-        return (key, args) if abs(args) > MOST_NUMBER else None
+        return (key, args) if abs(args) > MAX_ARG else None
     parts = args.items() if isinstance(args, dict) else enumerate(args) if isinstance(args, list) else ()
-    found = (unusual(value, key or str(name)) for name, value in parts)
+    found = (unsafe_arg(value, key or str(name)) for name, value in parts)
     return next((one for one in found if one is not None), None)
 
 
 def refuse_paths(args: Any, where: str) -> None:
-    """Arguments that a file hands to an environment may be plain words and numbers, nothing else."""
-    if found := unusual(args):
+    """Raise T3DError unless the arguments, which come from a file, are plain words and numbers."""
+    if found := unsafe_arg(args):
         raise T3DError(
-            f"{where} would hand {shown(found[0])} = {shown(found[1])} to the environment, which may open or import it,"
-            " or be kept busy by it; if you trust it, add --allow-env-args (in Python: allow_env_args=True)."
+            f"{where} passes {shown(found[0])} = {shown(found[1])} to the environment, which may open or import it,"
+            " or compute with it for very long. If you trust it, add --allow-env-args (in Python: allow_env_args=True)."
         )
 
 
@@ -393,21 +396,21 @@ def env_factory(
     allowed_modules: tuple[str, ...] | None = None,
     eval_env: str | Maker | None = None,
 ) -> EnvFactory:
-    """The source for what a user named; `allowed_modules`, if given, says which `module:Id` may import."""
+    """Make the factory for `env`. `allowed_modules` restricts the modules that `module:Id` may import."""
     if isinstance(env, VectorEnv):
         return _from_vector(env, eval_env)
     if eval_env is not None:
-        raise T3DError("eval_env is for vector environments; of others evaluations make their own.")
+        raise T3DError("eval_env is for vector environments only; for others T3D makes the evaluation environments.")
     if isinstance(env, gymnasium.Env):
         return EnvFactory(env, real=True)
     if isinstance(env, str):
         module = env.rpartition(":")[0]
         if module and allowed_modules is not None and module not in allowed_modules:
             raise T3DError(
-                f"{env} would import the module {module}, which only a file asks for;"
-                f" if you trust it, add --allow-module {module}."
+                f"{env} imports the module {module}, and its name comes from a file."
+                f" If you trust it, add --allow-module {module}."
             )
-        env = _newest(env)
+        env = _with_version(env)
     elif not callable(env):
-        raise T3DError(f"an environment is an id or something that makes one when called, not {env!r}.")
+        raise T3DError(f"env must be an id, a callable or an environment, not {env!r}.")
     return EnvFactory(env, dict(args or {}))

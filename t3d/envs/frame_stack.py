@@ -1,4 +1,4 @@
-"""Environments with images: each shows its last few frames, never those of another episode."""
+"""Frame stacking for environments with images; a stack never mixes frames of two episodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from t3d.pixels.frame_stack import FrameStack
 
 
 class FrameStackBatch:
-    """A batch that stacks frames; an episode's first frame fills the stack."""
+    """A batch whose observations are stacked frames. The first frame of an episode fills the whole stack."""
 
     frame_stack: FrameStack | None
 
     def __init__(self, batch: EnvBatch, frame_stack: FrameStack) -> None:
-        self._batch, self.frame_stack, self.stack = batch, frame_stack, frame_stack
+        self._batch, self.frame_stack, self._frame_stack = batch, frame_stack, frame_stack
         self.name, self.count, self.actions, self.layout = batch.name, batch.count, batch.actions, batch.layout
         self.obs_dim, self.together, self.longest_episode = frame_stack.dim, batch.together, batch.longest_episode
         self._frames = np.zeros((batch.count, frame_stack.stack, frame_stack.frame_size), np.float32)
@@ -67,8 +67,8 @@ class FrameStackBatch:
 
     def reset(self, episodes: Sequence[int] | None = None) -> Floats:
         obs = self._batch.reset(episodes)
-        self._frames[:] = obs[:, None, self.stack.pixels]
-        return self.stack.join(self._frames, obs)
+        self._frames[:] = obs[:, None, self._frame_stack.pixels]
+        return self._frame_stack.join(self._frames, obs)
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         try:
@@ -77,15 +77,15 @@ class FrameStackBatch:
             failure.moved = failure.moved and self._stacked(failure.moved, active)
             raise
 
-    def _stacked(self, moved: StepResult, active: Flags | None) -> StepResult:
-        valid, begun = moved.valid, moved.begun(active)
+    def _stacked(self, result: StepResult, active: Flags | None) -> StepResult:
+        valid, new_episode = result.valid, result.begun(active)
         self._frames[valid, :-1] = self._frames[valid, 1:]
-        self._frames[valid, -1] = moved.final_obs[valid][:, self.stack.pixels]
-        final_obs = self.stack.join(self._frames, moved.final_obs)
-        if not begun.any():
-            return moved._replace(obs=final_obs.copy(), final_obs=final_obs)
-        self._frames[begun] = moved.obs[begun][:, None, self.stack.pixels]
-        return moved._replace(obs=self.stack.join(self._frames, moved.obs), final_obs=final_obs)
+        self._frames[valid, -1] = result.final_obs[valid][:, self._frame_stack.pixels]
+        final_obs = self._frame_stack.join(self._frames, result.final_obs)
+        if not new_episode.any():
+            return result._replace(obs=final_obs.copy(), final_obs=final_obs)
+        self._frames[new_episode] = result.obs[new_episode][:, None, self._frame_stack.pixels]
+        return result._replace(obs=self._frame_stack.join(self._frames, result.obs), final_obs=final_obs)
 
     def close(self) -> None:
         self._batch.close()

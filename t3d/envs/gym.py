@@ -1,4 +1,4 @@
-"""Gymnasium environments, one by one, in this process or in workers."""
+"""A batch of Gymnasium environments that step one by one, in this process or in worker processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import (
+    LARGEST_REWARD,
     LONGEST_EPISODE,
     MOST_LOSSES,
     EnvError,
@@ -16,6 +17,7 @@ from t3d.envs.batch import (
     Flags,
     Floats,
     StepResult,
+    find_nonfinite,
     refuse_nonfinite,
 )
 from t3d.envs.slots import Lost, Raised, Slot, calling
@@ -24,9 +26,13 @@ from t3d.errors import T3DError, shortened, shown
 from t3d.layout import Layout, describe, flatten, size
 from t3d.pixels.frame_stack import FrameStack
 
+# Values of these types are used as they are; others are converted by `GymBatch._number` and `GymBatch._flag`.
+REWARD_TYPES = (float, np.float64, np.float32)
+FLAG_TYPES = (bool, np.bool_)
+
 
 class GymBatch:
-    """N Gymnasium environments, each in its slot."""
+    """N Gymnasium environments, each in a slot."""
 
     frame_stack: FrameStack | None = None
     together = False
@@ -42,8 +48,10 @@ class GymBatch:
         workers: Sequence[Worker] = (),
     ) -> None:
         self.name, self.count, self.actions = name, len(slots), actions
-        self.layout = observable(observation_space, name)
+        self.layout = obs_layout(observation_space, name)
         self.obs_dim = size(self.layout)
+        # The shape of an observation that is one array; None for other layouts.
+        self._shape = tuple(self.layout["shape"]) if self.layout["kind"] == "array" else None
         self.cut, self.cut_failures, self.skip_losses = 0, False, False
         self.skipped: Flags | None = None
         self.failures: list[EnvError] = []
@@ -72,68 +80,73 @@ class GymBatch:
         return self._obs.copy()
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
-        to_env = self.actions.to_env(np.asarray(actions))
-        reward = np.zeros(self.count)
-        terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        env_actions = self.actions.to_env(np.asarray(actions))
         valid = np.ones(self.count, bool) if active is None else active.copy()
-        final_obs = self._obs.copy()
-        playing = [int(i) for i in np.flatnonzero(valid)]
+        ids: list[int] = np.flatnonzero(valid).tolist()
+        terminated, truncated = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        result = StepResult(self._obs, np.zeros(self.count), terminated, truncated, self._obs.copy(), valid)
         self.worker_lost = self.blamed = None
         self.failures.clear()
-        sent = to_env.copy()  # an environment may change what it is given
-        for i in playing:
-            self._slots[i].begin(to_env[i])
-        for i in playing:
+        for i in ids:
+            self._slots[i].step_async(env_actions[i])
+        for i in ids:
             self._length[i] += 1
             try:
-                returned, broke_down = self._slots[i].end()
-                if not broke_down:
-                    final_obs[i], reward[i], terminated[i], truncated[i] = self._checked_step(i, returned)
-                    truncated[i] |= self._length[i] >= self._limit and not terminated[i]
+                returned, diverged = self._slots[i].step_wait()
+                if not diverged:
+                    self._store(i, returned, result)
                     continue
-                self.cut += 1  # MuJoCo began anew by itself: what it returned is not what the action led to
+                self.cut += 1  # MuJoCo reset itself: the observation does not follow from the action
             except Lost as lost:
-                self._note_loss(i, lost.here)
+                self._note_loss(i, lost.own_call)
             except (Raised, EnvError) as problem:
-                failure = self._failure(i, "step", problem)
-                failure.action, failure.obs = sent[i], self._obs[i].copy()
-                if failure.call == "reset" or not self.cut_failures:
-                    raise failure from problem
-                self.failures.append(failure)
+                self._note_failure(i, problem, actions)
             valid[i], truncated[i] = False, True
-        # Only now: a worker answers in the order it was asked.
-        ended = [i for i in playing if terminated[i] or truncated[i]]
+        # Reset after all have stepped: a worker answers its calls in order.
+        return self._start_episodes([i for i in ids if terminated[i] or truncated[i]], result)
+
+    def _start_episodes(self, ended: list[int], result: StepResult) -> StepResult:
+        """Reset the environments in `ended`; return `result` with the observations to act on next."""
         try:
             for failure in self.failures:
                 self._remake(failure)
-            self._obs = self._reset(ended, final_obs) if ended else final_obs.copy()
+            self._obs = self._reset(ended, result.final_obs) if ended else result.final_obs.copy()
         except EnvError as failure:
-            failure.moved = StepResult(final_obs.copy(), reward, terminated, truncated, final_obs, valid)
+            failure.moved = result._replace(obs=result.final_obs.copy())
             raise
-        return StepResult(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
+        return result._replace(obs=self._obs.copy())
 
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
         close_all(self._workers)
 
-    def _note_loss(self, i: int, here: bool) -> None:
+    def _note_loss(self, i: int, own_call: bool) -> None:
         if self.worker_lost is None or self.blamed is None:
             self.worker_lost, self.blamed = np.zeros((2, self.count), bool)
-        self.worker_lost[i], self.blamed[i] = True, here
+        self.worker_lost[i], self.blamed[i] = True, own_call
+
+    def _note_failure(self, i: int, problem: Raised | EnvError, actions: NDArray[Any]) -> None:
+        """Keep the failure of a step if failures are cut; raise it otherwise."""
+        failure = self._failure(i, "step", problem)
+        # Converted again: the environment may have changed the array that it got.
+        failure.action, failure.obs = self.actions.to_env(np.asarray(actions))[i], self._obs[i].copy()
+        if failure.call == "reset" or not self.cut_failures:
+            raise failure from problem
+        self.failures.append(failure)
 
     def _remake(self, failure: EnvError) -> None:
         assert failure.index is not None
         try:
             self._slots[failure.index].remake()
         except Lost:
-            pass  # its process is a new one then, and so is it
+            pass  # the new process has a new environment
         except (Raised, T3DError) as problem:
-            what = f"{failure} It cannot be made anew either: {problem}"
+            what = f"{failure} It cannot be made again: {problem}"
             raise EnvError(what, index=failure.index, call="reset", whole=failure.whole) from problem
 
     def _reset(self, ended: list[int], obs: Floats) -> Floats:
-        """A copy of `obs` with the first observations of new episodes; where one fails, none has begun."""
+        """Return a copy of `obs` with the first observations of new episodes. If a reset fails, no episode starts."""
         obs, before = obs.copy(), list(self._episode)
         try:
             for i in ended:
@@ -150,7 +163,7 @@ class GymBatch:
                 self.skipped = np.zeros(self.count, bool) if self.skipped is None else self.skipped
                 self.skipped[i] = True
                 return np.zeros(self.obs_dim, np.float32)
-            # A new episode has a seed of its own, also after a loss.
+            # Each attempt is a new episode with its own seed.
             self._episode[i] += 1
             self._length[i] = 0
             try:
@@ -163,18 +176,34 @@ class GymBatch:
             except (Raised, EnvError) as problem:
                 raise self._failure(i, "reset", problem) from problem
 
-    def _checked_step(self, i: int, returned: Any) -> tuple[Floats, float, bool, bool]:
-        """What `step` returned, if it can be learned from."""
+    def _store(self, i: int, returned: Any, result: StepResult) -> None:
+        """Check what `step` returned and write it into `result`."""
         if not (isinstance(returned, tuple) and len(returned) == 5):
             given = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else shown(returned)
             raise self._wrong(i, f"step() gave {given}, not (observation, reward, terminated, truncated, info)")
-        obs, reward, terminated, truncated, _ = returned
-        reward = self._checked_reward(i, reward)
-        obs = self._checked(i, obs)
-        return obs, reward, self._flag(i, "terminated", terminated), self._flag(i, "truncated", truncated)
+        raw, reward, terminated, truncated, _ = returned
+        reward = float(reward) if type(reward) in REWARD_TYPES else self._number(i, reward)
+        if not abs(reward) <= LARGEST_REWARD:
+            refuse_nonfinite(lambda _: self._where(i), self._obs[:0], np.array([reward]))
+        obs = self._checked(i, raw)
+        terminated = bool(terminated) if type(terminated) in FLAG_TYPES else self._flag(i, "terminated", terminated)
+        truncated = bool(truncated) if type(truncated) in FLAG_TYPES else self._flag(i, "truncated", truncated)
+        result.final_obs[i], result.reward[i], result.terminated[i] = obs, reward, terminated
+        result.truncated[i] = truncated or (self._length[i] >= self._limit and not terminated)
 
     def _checked(self, i: int, raw: Any) -> Floats:
-        """The observation as a flat float32 row, if it can be learned from."""
+        """Return an observation as a flat float32 row; raise EnvError if it is not in the space or not finite."""
+        if type(raw) is np.ndarray and raw.shape == self._shape and raw.dtype.char in "fd":  # float32, float64
+            with np.errstate(over="ignore"):
+                obs: Floats = raw.astype(np.float32).reshape(-1)
+        else:
+            obs = self._flat(i, raw)
+        if failure := find_nonfinite(lambda _: self._where(i), obs[None]):
+            raise failure
+        return obs
+
+    def _flat(self, i: int, raw: Any) -> Floats:
+        """`_checked` for any layout and any value."""
         try:
             given = calling(lambda: flatten(self.layout, raw))
         except Raised as problem:
@@ -183,21 +212,17 @@ class GymBatch:
             raise self._wrong(i, f"the observation is not in {space}: {shortened(str(what), 500)}") from problem
         with np.errstate(over="ignore"):
             obs: Floats = given.astype(np.float32)
-        refuse_nonfinite(lambda _: self._where(i), obs[None])
         return obs
 
-    def _checked_reward(self, i: int, raw: Any) -> float:
-        """The reward as a number; an array of one number is one too."""
+    def _number(self, i: int, raw: Any) -> float:
+        """Return a reward of any type as a number; an array with one element counts as one."""
         given = as_array(raw)
         if given.size != 1 or given.dtype.kind not in "biuf":
             raise self._wrong(i, f"the reward is {shown(raw)}, not a number")
-        reward = float(given.reshape(()))
-        refuse_nonfinite(lambda _: self._where(i), self._obs[:0], np.array([reward]))
-        return reward
+        return float(given.reshape(()))
 
     def _flag(self, i: int, name: str, raw: Any) -> bool:
-        if raw is True or raw is False:
-            return raw
+        """Return a flag of any type as a bool."""
         given = as_array(raw)
         if given.size != 1 or given.dtype.kind not in "biuf" or given.reshape(()) not in (0, 1):
             raise self._wrong(i, f"{name} is {shown(raw)}, not True or False")
@@ -207,9 +232,9 @@ class GymBatch:
         return EnvError(f"{self._where(i)}: {what}.")
 
     def _failure(self, i: int, call: str, problem: Raised | EnvError) -> EnvError:
-        """What went wrong in a call, with all that is known of it."""
+        """Return the EnvError for a failed call, with the circumstances."""
         sentence = f"{self._where(i)}: {call}() raised {problem}." if isinstance(problem, Raised) else str(problem)
-        whole = problem.whole
+        traceback = problem.traceback if isinstance(problem, Raised) else problem.whole
         return EnvError(
             sentence,
             index=i,
@@ -217,7 +242,7 @@ class GymBatch:
             episode=self._episode[i],
             length=self._length[i],
             obs=self._obs[i],
-            whole=whole,
+            whole=traceback,
         )
 
     def _where(self, i: int) -> str:
@@ -225,16 +250,16 @@ class GymBatch:
 
 
 def as_array(raw: Any) -> NDArray[Any]:
-    """Somebody else's value as an array; as an object where it is none."""
+    """Convert an untrusted value to an array; return an object array if that fails."""
     try:
         return np.asarray(calling(lambda: np.asarray(raw)))
     except Raised:
         return np.array(None, object)
 
 
-def observable(space: spaces.Space[Any], name: str) -> Layout:
-    """How its observations are laid out, if they can be learned from."""
+def obs_layout(space: spaces.Space[Any], name: str) -> Layout:
+    """Return the layout of the observations; raise T3DError if they hold no numbers."""
     layout = describe(space, name)
     if size(layout) == 0:
-        raise T3DError(f"{name} has an observation of no numbers: there is nothing to learn from.")
+        raise T3DError(f"{name} has an observation without numbers: there is nothing to learn from.")
     return layout

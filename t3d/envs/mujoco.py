@@ -1,7 +1,7 @@
-"""Gymnasium's MuJoCo tasks, stepped together on MuJoCo's own pool of threads.
+"""Gymnasium's MuJoCo tasks, stepped together by MuJoCo's own thread pool.
 
-Gymnasium makes one environment, for the model and for every reset; only stepping is done here, and what a step gives is
-in `mujoco_tasks.py`.
+One Gymnasium environment provides the model and performs every reset. This module steps the simulations;
+`mujoco_tasks.py` computes observations, rewards and terminations.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from t3d.layout import describe, size
 from t3d.pixels.frame_stack import FrameStack
 
 
-class Many:
-    """Simulations on MuJoCo's own pool of threads."""
+class SimulationPool:
+    """N simulations on MuJoCo's thread pool."""
 
     def __init__(self, env: Any, count: int, threads: int) -> None:
         from mujoco.batch import Batch
@@ -29,21 +29,21 @@ class Many:
         self.env, self.count, self.dt = env, count, float(env.dt)
         self._batch = Batch(env.model, count, threads, persistent=True)
         self.qpos, self.qvel, self.ctrl = (self.bind(name) for name in ("qpos", "qvel", "ctrl"))
-        self._time, self._each = self.bind("time").reshape(-1), np.ones(count)
+        self._time, self._ones = self.bind("time").reshape(-1), np.ones(count)
         self._scratch = mujoco.MjData(env.model)
         self._forces = np.zeros((count, *self._scratch.cfrc_ext.shape))
 
     def bind(self, field: str) -> Array:
         return self._batch.bind(field)
 
-    def clock(self) -> Array:
+    def times(self) -> Array:
         return self._time
 
     def total_time(self) -> float:
-        return float(self._time.dot(self._each))  # faster than a sum
+        return float(self._time.dot(self._ones))  # faster than a sum
 
     def contact_forces(self) -> Array:
-        # A batch does not compute them: one by one, from a copy of each simulation's whole data.
+        # mujoco.batch does not compute them: copy the data of each simulation and compute them one by one.
         for i in range(self.count):
             self._batch.get_data(i, self._scratch)
             mujoco.mj_rnePostConstraint(self.env.model, self._scratch)
@@ -53,15 +53,15 @@ class Many:
     def step(self, ids: NDArray[np.int32] | None) -> None:
         self._batch.step(ids, nstep=self.env.frame_skip)
 
-    def place(self, i: int, qpos: Array, qvel: Array) -> None:
+    def set_state(self, i: int, qpos: Array, qvel: Array) -> None:
         ids = np.array([i], np.int32)
         self._batch.reset(ids, stage=0)
         self.qpos[i], self.qvel[i] = qpos, qvel
         self._batch.forward(ids)
 
 
-class One:
-    """One simulation, without a pool between: with so little to do, the detour would show."""
+class SingleSimulation:
+    """One simulation without a thread pool, whose overhead would be noticeable."""
 
     count = 1
 
@@ -73,7 +73,7 @@ class One:
     def bind(self, field: str) -> Array:
         return getattr(self._data, field)[None]
 
-    def clock(self) -> Array:
+    def times(self) -> Array:
         return np.array([self._data.time])
 
     def total_time(self) -> float:
@@ -87,14 +87,14 @@ class One:
         if ids is None or len(ids):
             mujoco.mj_step(self._model, self._data, self._skip)
 
-    def place(self, i: int, qpos: Array, qvel: Array) -> None:
+    def set_state(self, i: int, qpos: Array, qvel: Array) -> None:
         mujoco.mj_resetData(self._model, self._data)
         self.qpos[0], self.qvel[0] = qpos, qvel
         mujoco.mj_forward(self._model, self._data)
 
 
 class MujocoBatch:
-    """N copies of a MuJoCo task, stepped together."""
+    """N simulations of a MuJoCo task, stepped together."""
 
     frame_stack: FrameStack | None = None
     together = False
@@ -117,17 +117,17 @@ class MujocoBatch:
         self.longest_episode: int | None = self._limit
         raw: Any = env.unwrapped
         if raw.model.ntree == 1:
-            # One body of connected parts is always one island: looking for several is 4 % of a step, for nothing.
+            # A single kinematic tree is always one island: searching for islands takes 4 % of a step.
             raw.model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_ISLAND)
-        self._sims: Simulations = One(raw) if count == 1 else Many(raw, count, threads)
+        self._sims: Simulations = SingleSimulation(raw) if count == 1 else SimulationPool(raw, count, threads)
         self._task = TASKS[env.spec.id](self._sims)
-        self._episode, self._began = np.full(count, -1), np.zeros(count, np.int64)
-        self._now = 0  # steps so far; an episode's length is this less the step it began at
-        self._soonest = 0  # when the first episode under way reaches its limit
-        self._all_began = 0  # the steps they began at, added up
+        self._episode, self._start = np.full(count, -1), np.zeros(count, np.int64)
+        self._steps = 0  # since the start; an episode's length is this minus its start step
+        self._next_limit = 0  # the step at which the first current episode reaches its time limit
+        self._start_sum = 0  # the sum of the start steps
         self._obs = np.zeros((count, self.obs_dim), np.float32)
-        # What most steps answer: nobody ended, everybody moved. They are handed out again and again: read only.
-        self._no, self._yes = np.zeros(count, bool), np.ones(count, bool)
+        # The flags of most steps, shared by all results: read only.
+        self._all_false, self._all_true = np.zeros(count, bool), np.ones(count, bool)
 
     @property
     def episodes(self) -> list[int]:
@@ -138,75 +138,78 @@ class MujocoBatch:
             self._episode = np.array(episodes) - 1
         for i in range(self.count):
             self._reset_one(i)
-        self._count_steps()
+        self._update_limits()
         return self._obs.copy()
 
     @property
     def _length(self) -> NDArray[np.int64]:
-        return self._now - self._began
+        return self._steps - self._start
 
-    def _count_steps(self) -> None:
-        self._soonest, self._all_began = int(self._began.min()) + self._limit, int(self._began.sum())
+    def _update_limits(self) -> None:
+        self._next_limit, self._start_sum = int(self._start.min()) + self._limit, int(self._start.sum())
 
     def _reset_one(self, i: int) -> None:
         self._episode[i] += 1
-        self._began[i] = self._now
+        self._start[i] = self._steps
         obs, _ = self._env.reset(seed=self._episode_seed(i, int(self._episode[i])))
         data = self._sims.env.data
-        self._sims.place(i, data.qpos, data.qvel)
+        self._sims.set_state(i, data.qpos, data.qvel)
         self._obs[i] = obs
 
     def step(self, actions: NDArray[Any], active: Flags | None = None) -> StepResult:
         sims, task = self._sims, self._task
-        played: Floats = self.actions.to_env(actions)
+        env_actions: Floats = self.actions.to_env(actions)
         self.failures.clear()
         before = task.before()
-        sims.ctrl[...] = played
+        sims.ctrl[...] = env_actions
         sims.step(None if active is None else np.flatnonzero(active).astype(np.int32))
-        self._now += 1
+        self._steps += 1
         if active is not None:
-            self._began[~active] += 1  # they stand still
+            self._start[~active] += 1  # their episodes do not get longer
         obs = task.obs()
-        reward = task.reward(played, before)
-        terminated = task.terminated() if task.ends else self._no
+        reward = task.reward(env_actions, before)
+        terminated = task.terminated() if task.ends else self._all_false
         if active is None:
-            # Is anything out of the ordinary? One look for all of them, because most steps are not.
-            now = self._now
-            on_time = sims.total_time() > (now * self.count - self._all_began - 0.5) * sims.dt
-            if on_time and now < self._soonest and not (task.ends and np.count_nonzero(terminated)):
-                if (failure := find_nonfinite(self._where, obs)) is None:  # the reward is made of the same numbers
+            # The fast path: no episode ends, and the sum of the clocks shows that no simulation was reset.
+            steps = self._steps
+            on_time = sims.total_time() > (steps * self.count - self._start_sum - 0.5) * sims.dt
+            if on_time and steps < self._next_limit and not (task.ends and np.count_nonzero(terminated)):
+                # The reward is computed from the same numbers.
+                if (failure := find_nonfinite(self._where, obs)) is None:
                     self._obs = obs
-                    return StepResult(obs, reward, self._no, self._no, obs, self._yes)
+                    return StepResult(obs, reward, self._all_false, self._all_false, obs, self._all_true)
                 if not self.cut_failures:
-                    raise self._with_action(failure, played)
-        return self._ended(obs, reward, terminated, self._yes if active is None else active, played)
+                    raise self._with_action(failure, env_actions)
+        return self._finish_step(obs, reward, terminated, self._all_true if active is None else active, env_actions)
 
-    def _with_action(self, failure: EnvError, played: Floats) -> EnvError:
+    def _with_action(self, failure: EnvError, env_actions: Floats) -> EnvError:
         i = failure.index or 0
-        failure.action, failure.obs = played[i], self._obs[i].copy()
+        failure.action, failure.obs = env_actions[i], self._obs[i].copy()
         failure.episode, failure.length = int(self._episode[i]), int(self._length[i])
         return failure
 
-    def _ended(self, obs: Floats, reward: Array, terminated: Flags, active: Flags, played: Floats) -> StepResult:
-        """The rest of a step in which some episodes end, some simulation broke down, or not all were to move."""
-        # A simulation that goes bad begins anew by itself, and its clock with it.
-        broke_down = active & (self._sims.clock() < (self._length - 0.5) * self._sims.dt)
-        self.cut += int(broke_down.sum())
-        valid = active & ~broke_down
+    def _finish_step(
+        self, obs: Floats, reward: Array, terminated: Flags, active: Flags, env_actions: Floats
+    ) -> StepResult:
+        """Finish a step in which an episode ends, a simulation diverged, or not all environments are active."""
+        # MuJoCo resets a diverged simulation, and its clock with it.
+        diverged = active & (self._sims.times() < (self._length - 0.5) * self._sims.dt)
+        self.cut += int(diverged.sum())
+        valid = active & ~diverged
         while failure := find_nonfinite(self._where, np.where(valid[:, None], obs, 0), np.where(valid, reward, 0)):
             if not self.cut_failures:
-                raise self._with_action(failure, played)
-            self.failures.append(self._with_action(failure, played))
+                raise self._with_action(failure, env_actions)
+            self.failures.append(self._with_action(failure, env_actions))
             valid[failure.index] = False
-            broke_down[failure.index] = True
+            diverged[failure.index] = True
         final_obs = np.where(valid[:, None], obs, self._obs)
         reward = np.where(valid, reward, 0.0)
         terminated = terminated & valid
-        truncated = (self._length >= self._limit) & active | broke_down
+        truncated = (self._length >= self._limit) & active | diverged
         self._obs = final_obs.copy()
         for i in np.flatnonzero(terminated | truncated):
             self._reset_one(int(i))
-        self._count_steps()
+        self._update_limits()
         return StepResult(self._obs.copy(), reward, terminated, truncated, final_obs, valid)
 
     def _where(self, i: int) -> str:

@@ -1,8 +1,7 @@
-"""Gymnasium's MuJoCo tasks as functions of N simulations: observation, reward and end, bit for bit as there.
+"""Gymnasium's MuJoCo tasks for N simulations: observation, reward and termination, bit-identical to Gymnasium.
 
-Each does, for all N at once, the operations of Gymnasium's class in their order, because a sum in another order rounds
-differently; the numbers in the rewards are read from Gymnasium's own environment. `t3d doctor` compares the two, and so
-does a test.
+Each class performs the operations of Gymnasium's class in the same order, because a sum in another order rounds
+differently. The constants of the rewards come from Gymnasium's environment. `t3d doctor` and a test compare both.
 """
 
 from collections.abc import Callable
@@ -18,9 +17,9 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Simulations(Protocol):
-    """N simulations of one model, as the tasks see them: live arrays with a leading axis N."""
+    """N simulations of one model: views of their data with a leading axis N."""
 
-    env: Any  # Gymnasium's own environment, unwrapped: its model and its numbers
+    env: Any  # Gymnasium's environment, unwrapped: the model and the constants
     count: int
     dt: float
     qpos: Array
@@ -28,15 +27,15 @@ class Simulations(Protocol):
     ctrl: Array
 
     def bind(self, field: str) -> Array:
-        """A field of MjData, live: (N, …)."""
+        """A view (N, …) of a field of MjData."""
         ...
 
-    def clock(self) -> Array:
-        """(N,) simulated seconds."""
+    def times(self) -> Array:
+        """(N,) the simulated seconds."""
         ...
 
     def total_time(self) -> float:
-        """All clocks added up."""
+        """The sum of `times`."""
         ...
 
     def contact_forces(self) -> Array:
@@ -45,26 +44,26 @@ class Simulations(Protocol):
 
     def step(self, ids: NDArray[np.int32] | None) -> None: ...
 
-    def place(self, i: int, qpos: Array, qvel: Array) -> None:
-        """What Gymnasium's `reset` and `set_state` do, for one of them."""
+    def set_state(self, i: int, qpos: Array, qvel: Array) -> None:
+        """Reset simulation i to a state, as Gymnasium's `reset` and `set_state` do."""
         ...
 
 
 class Task:
-    """Observation, reward and end of one kind of task."""
+    """Observation, reward and termination of a task."""
 
-    ends = True  # whether it ever terminates
+    ends = True  # whether it can terminate
 
     def __init__(self, sims: Simulations) -> None:
         self.sims, self.env = sims, sims.env
         self.qpos, self.qvel = sims.qpos, sims.qvel
 
     def body(self, name: str | int) -> Array:
-        """(N, 3) positions of a body, live."""
+        """A view (N, 3) of the positions of a body."""
         return self.sims.bind("xpos")[:, self.env.model.body(name).id]
 
     def before(self) -> Any:
-        """What the reward needs to know from before the step."""
+        """The values from before the step that the reward needs."""
         return None
 
     def obs(self) -> Floats:
@@ -78,35 +77,36 @@ class Task:
 
 
 class HalfCheetah(Task):
-    """Forward is good, effort costs."""
+    """Rewards forward speed; penalizes control."""
 
     ends = False
-    unseen = 1  # positions that are not observed
+    hidden = 1  # leading positions that are not observed
 
     def __init__(self, sims: Simulations) -> None:
         super().__init__(sims)
         self.x = self.qpos[:, 0]
-        self.seen = self.qpos[:, self.unseen :]
-        self.weight, self.effort = self.env._forward_reward_weight, self.env._ctrl_cost_weight
+        self.observed = self.qpos[:, self.hidden :]
+        self.forward_weight, self.control_weight = self.env._forward_reward_weight, self.env._ctrl_cost_weight
         self.dt: Any = sims.dt
-        if sims.count > 1:  # beside arrays a number of Python's is made into one at every use
-            self.weight, self.effort = np.array(self.weight), np.array(self.effort, np.float32)
+        if sims.count > 1:  # NumPy would convert a Python number at every use
+            self.forward_weight = np.array(self.forward_weight)
+            self.control_weight = np.array(self.control_weight, np.float32)
             self.dt = np.array(self.dt)
 
     def before(self) -> Any:
-        # A number costs less than an array of one; NumPy's own, to be of float64 in what follows.
+        # A scalar is faster than an array of one element; a NumPy scalar keeps float64.
         return self.x[0] if self.sims.count == 1 else self.x.copy()
 
     def obs(self) -> Floats:
-        return join([self.seen, self.qvel])
+        return join([self.observed, self.qvel])
 
     def forward_reward(self, before: Any) -> Any:
         now = self.x[0] if self.sims.count == 1 else self.x
-        return self.weight * ((now - before) / self.dt)
+        return self.forward_weight * ((now - before) / self.dt)
 
     def control_cost(self, action: Floats) -> Any:
-        # For a single one over all axes: the sum is a number then, too.
-        return self.effort * np.add.reduce(action * action, None if self.sims.count == 1 else 1)
+        # With one simulation, sum over all axes: the result is a scalar.
+        return self.control_weight * np.add.reduce(action * action, None if self.sims.count == 1 else 1)
 
     def reward(self, action: Floats, before: Array) -> Array:
         reward = self.forward_reward(before) - self.control_cost(action)
@@ -114,16 +114,16 @@ class HalfCheetah(Task):
 
 
 class Swimmer(HalfCheetah):
-    unseen = 2
+    hidden = 2
 
 
 class Walker2d(HalfCheetah):
-    """And staying upright is good."""
+    """Also rewards staying upright."""
 
     ends = True
 
     def obs(self) -> Floats:
-        return join([self.seen, np.clip(self.qvel, -10, 10)])
+        return join([self.observed, np.clip(self.qvel, -10, 10)])
 
     def healthy(self) -> Flags:
         z, angle = self.qpos[:, 1], self.qpos[:, 2]
@@ -147,9 +147,9 @@ class Hopper(Walker2d):
 
 
 class Ant(Walker2d):
-    """And the ground's pushes are felt, and cost."""
+    """Also observes contact forces and penalizes them."""
 
-    unseen = 2
+    hidden = 2
 
     def __init__(self, sims: Simulations) -> None:
         super().__init__(sims)
@@ -157,9 +157,9 @@ class Ant(Walker2d):
         self.forces = np.zeros(0)
 
     def obs(self) -> Floats:
-        # Read here and used in the reward too: a step asks for the observation first.
+        # Also used by `reward`: a step computes the observation first.
         self.forces = np.clip(self.sims.contact_forces(), *self.env._contact_force_range)
-        return join([self.seen, self.qvel, self.forces[:, 1:].reshape(len(self.x), -1)])
+        return join([self.observed, self.qvel, self.forces[:, 1:].reshape(len(self.x), -1)])
 
     def healthy(self) -> Flags:
         low, high = self.env._healthy_z_range
@@ -169,12 +169,12 @@ class Ant(Walker2d):
     def reward(self, action: Floats, before: Array) -> Array:
         forward = (self.before() - before) / self.sims.dt * self.env._forward_reward_weight
         alive = self.healthy() * self.env._healthy_reward
-        contact = self.env._contact_cost_weight * total(np.square(self.forces))
+        contact = self.env._contact_cost_weight * sums(np.square(self.forces))
         return forward + alive - (self.control_cost(action) + contact)
 
 
 class HumanoidStandup(Task):
-    """Height is good, effort and impacts cost."""
+    """Rewards height; penalizes control and impacts."""
 
     ends = False
 
@@ -195,12 +195,12 @@ class HumanoidStandup(Task):
 
     def reward(self, action: Floats, before: Any) -> Array:
         up = (self.qpos[:, 2] - 0) / self.env.model.opt.timestep
-        impact = self.env._impact_cost_weight * total(np.square(self.forces))
+        impact = self.env._impact_cost_weight * sums(np.square(self.forces))
         return up - self.control_cost() - np.clip(impact, *self.env._impact_cost_range) + 1
 
 
 class Humanoid(HumanoidStandup):
-    """Walking: forward and upright are good."""
+    """Rewards forward speed and staying upright."""
 
     ends = True
 
@@ -209,9 +209,9 @@ class Humanoid(HumanoidStandup):
         self.centers, self.masses = sims.bind("xipos"), self.env.model.body_mass
 
     def before(self) -> Array:
-        """x of the centre of mass; with `einsum`, one by one, as Gymnasium adds it up."""
-        sums = [np.einsum("b,bj->j", self.masses, center) for center in self.centers]
-        return (np.array(sums) / self.masses.sum())[:, 0]
+        """x of the centre of mass, summed with `einsum` one by one, as in Gymnasium."""
+        moments = [np.einsum("b,bj->j", self.masses, center) for center in self.centers]
+        return (np.array(moments) / self.masses.sum())[:, 0]
 
     def healthy(self) -> Flags:
         low, high = self.env._healthy_z_range
@@ -219,7 +219,7 @@ class Humanoid(HumanoidStandup):
 
     def reward(self, action: Floats, before: Array) -> Array:
         forward = self.env._forward_reward_weight * ((self.before() - before) / self.sims.dt)
-        contact = self.env._contact_cost_weight * total(np.square(self.forces))
+        contact = self.env._contact_cost_weight * sums(np.square(self.forces))
         costs = self.control_cost() + np.clip(contact, *self.env._contact_cost_range)
         return forward + self.healthy() * self.env._healthy_reward - costs
 
@@ -249,14 +249,14 @@ class Pusher(Task):
 
     def __init__(self, sims: Simulations) -> None:
         super().__init__(sims)
-        self.tip, self.thing, self.goal = (self.body(name) for name in ("tips_arm", "object", "goal"))
+        self.tip, self.object, self.goal = (self.body(name) for name in ("tips_arm", "object", "goal"))
 
     def obs(self) -> Floats:
-        return join([self.qpos[:, :7], self.qvel[:, :7], self.tip, self.thing, self.goal])
+        return join([self.qpos[:, :7], self.qvel[:, :7], self.tip, self.object, self.goal])
 
     def reward(self, action: Floats, before: Any) -> Array:
-        near = -lengths(self.thing - self.tip) * self.env._reward_near_weight
-        dist = -lengths(self.thing - self.goal) * self.env._reward_dist_weight
+        near = -lengths(self.object - self.tip) * self.env._reward_near_weight
+        dist = -lengths(self.object - self.goal) * self.env._reward_dist_weight
         return dist + -np.square(action).sum(1) * self.env._reward_control_weight + near
 
 
@@ -287,25 +287,25 @@ class InvertedDoublePendulum(Task):
         return np.array([self._reward(*row) for row in rows])
 
     def _reward(self, x: Any, y: Any, v1: Any, v2: Any, over: Any) -> Any:
-        # One by one: a NumPy scalar's ** 2 calls pow, an array's does not, and the last bit may differ.
+        # One by one: ** 2 calls pow for a NumPy scalar but not for an array, and the last bit can differ.
         distance = 0.01 * x**2 + (y - 2) ** 2
         speed = 1e-3 * v1**2 + 5e-3 * v2**2
         return self.env._healthy_reward * int(not over) - distance - speed
 
 
 def join(parts: list[Array]) -> Floats:
-    """Parts of an observation side by side, in float32."""
+    """Concatenate the parts of an observation in float32."""
     return np.concatenate(parts, 1, None, dtype=FLOAT32, casting="same_kind")
 
 
 def lengths(vectors: Array) -> Array:
-    """`np.linalg.norm` of each: along an axis it would add up in another order."""
+    """`np.linalg.norm` of each vector; with an axis it would sum in another order."""
     return np.array([np.linalg.norm(vector) for vector in vectors])
 
 
-def total(tables: Array) -> Array:
-    """`np.sum` of each table of (N, rows, columns), in the order of its memory."""
-    return tables.reshape(len(tables), -1).sum(1)
+def sums(matrices: Array) -> Array:
+    """`np.sum` of each matrix in (N, rows, columns), in memory order."""
+    return matrices.reshape(len(matrices), -1).sum(1)
 
 
 TASKS: dict[str, Callable[[Simulations], Task]] = {

@@ -1,4 +1,4 @@
-"""Where one environment of a batch lives: in this process, or in a worker. A batch only sees these calls."""
+"""One environment of a batch, in this process or in a worker process, behind one interface."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -6,68 +6,77 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium
 from numpy.typing import NDArray
 
-from t3d.envs.worker import said, self_resets, whole_traceback
+from t3d.envs.worker import counts_resets, said, self_resets, whole_traceback
 from t3d.errors import warn
 
 
 class Lost(Exception):
-    """The process that the environment lived in is gone; another one stands ready for a reset.
+    """The worker process of the environment died or hung and was replaced; reset the environment next.
 
-    `here` where it ended in a call of this environment, and not in one of another that lives in the same process.
+    `own_call` is True if it ended in a call of this environment, False if in a call of another one in the process.
     """
 
-    def __init__(self, here: bool = True) -> None:
+    def __init__(self, own_call: bool = True) -> None:
         super().__init__()
-        self.here = here
+        self.own_call = own_call
 
 
 class Raised(Exception):
-    """The environment raised an exception; the text says which and where."""
+    """The environment raised an exception; the message names it and its location."""
 
-    def __init__(self, sentence: str, whole: str = "") -> None:
+    def __init__(self, sentence: str, traceback: str = "") -> None:
         super().__init__(sentence)
-        self.whole = whole  # the traceback
+        self.traceback = traceback
 
 
-class Stepped(NamedTuple):
-    """What `step` returned, whatever that is, and whether the simulation broke down in it."""
+class SlotResult(NamedTuple):
+    """The unchecked return value of `step`, and whether MuJoCo reset a diverged simulation in it."""
 
     returned: Any
-    broke_down: bool
+    diverged: bool
 
 
 class Slot(Protocol):
-    """One environment. `begin` and `end` are apart so that several can step at once."""
+    """One environment. `step_async` and `step_wait` are separate so that several environments can step in parallel."""
 
     def reset(self, seed: int) -> Any: ...
-    def begin(self, action: NDArray[Any]) -> None: ...
-    def end(self) -> Stepped: ...
+    def step_async(self, action: NDArray[Any]) -> None: ...
+    def step_wait(self) -> SlotResult: ...
     def remake(self) -> None:
-        """Put a new environment in the place of one that failed."""
+        """Replace a failed environment by a new one."""
         ...
 
     def close(self) -> None: ...
 
 
 class LocalSlot:
-    """An environment in this process. It is not made anew or closed where it has no `make`."""
+    """An environment in this process. Without `make`, it is neither remade nor closed."""
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", make: "Callable[[], gymnasium.Env[Any, Any]] | None") -> None:
         self._env, self._make, self._resets = env, make, 0
+        self._counts_resets = False  # only MuJoCo's data counts its own resets; looked up at each reset
         self._action: Any = None
 
     def reset(self, seed: int) -> Any:
         returned = calling(lambda: self._env.reset(seed=seed))
+        self._counts_resets = counts_resets(self._env)
         self._resets = self_resets(self._env)
         return returned
 
-    def begin(self, action: NDArray[Any]) -> None:
+    def step_async(self, action: NDArray[Any]) -> None:
         self._action = action
 
-    def end(self) -> Stepped:
-        returned = calling(lambda: self._env.step(self._action))
+    def step_wait(self) -> SlotResult:
+        try:
+            returned = self._env.step(self._action)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:
+            raise raised(problem) from problem
+        if not self._counts_resets:
+            return SlotResult(returned, False)
         before, self._resets = self._resets, self_resets(self._env)
-        return Stepped(returned, self._resets > before)
+        return SlotResult(returned, self._resets > before)
 
     def remake(self) -> None:
         if self._make is not None:
@@ -80,32 +89,37 @@ class LocalSlot:
 
 
 class RealEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A real environment: a reset after which nothing was done is not done again, because it may take long there."""
+    """A real environment. A second reset without a step between returns the first result: resets may be slow."""
 
-    _begun: Any = None
+    _reset_result: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if self._begun is None:
-            self._begun = self.env.reset(seed=seed, options=options)
-        return self._begun
+        if self._reset_result is None:
+            self._reset_result = self.env.reset(seed=seed, options=options)
+        return self._reset_result
 
     def step(self, action: Any) -> Any:
-        self._begun = None
+        self._reset_result = None
         return self.env.step(action)
 
 
 def calling(call: Callable[[], Any]) -> Any:
-    """What an environment returns; whatever it raises, SystemExit too, is `Raised`."""
+    """Call into an environment; convert every exception, SystemExit included, to `Raised`."""
     try:
         return call()
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        raise Raised(said(problem), whole_traceback(problem)) from problem
+        raise raised(problem) from problem
+
+
+def raised(problem: BaseException) -> Raised:
+    """An environment's exception as `Raised`."""
+    return Raised(said(problem), whole_traceback(problem))
 
 
 def close_env(env: Any) -> None:
-    """Close an environment; one that fails in it is warned of, because nothing depends on it."""
+    """Close an environment; warn if that fails, because nothing depends on it."""
     try:
         calling(env.close)
     except Raised as problem:

@@ -1,7 +1,7 @@
-"""What runs in a worker process: environments that answer over a pipe.
+"""The worker process: makes environments and answers calls over a pipe.
 
-It is started as a script and imports nothing of the package, so that a worker starts fast and carries no PyTorch.
-The parent starts it itself and hands it what to make; no file is ever read here.
+The parent runs this file as a script and sends the environment through the pipe; the worker reads no file. The script
+imports nothing from the package, so a worker starts fast and does not load PyTorch.
 """
 
 import os
@@ -18,16 +18,16 @@ from typing import Any
 
 
 def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
-    """One environment, from an id, its spec, what makes one when called, or itself; with `pixels` it shows images."""
+    """Make an environment from an id, an EnvSpec, a callable or itself; with `pixels` it observes images."""
     if pixels:
         if not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo is first imported
-        return rendered(make(env, {"render_mode": "rgb_array", **args} if of_id(env) else args), pixels)
+        return with_pixels(make(env, {"render_mode": "rgb_array", **args} if has_spec(env) else args), pixels)
     import gymnasium
 
     if isinstance(env, gymnasium.Env):
         return env
-    if not of_id(env):
+    if not has_spec(env):
         return env(**args)
     spec = gymnasium.registry.get(env.rpartition(":")[2]) if isinstance(env, str) else env
     if spec is not None and str(spec.entry_point).startswith("gymnasium.envs.mujoco"):
@@ -35,20 +35,20 @@ def make(env: Any, args: dict[str, Any], pixels: int = 0) -> Any:
     return gymnasium.make(env, disable_env_checker=True, **args)
 
 
-def of_id(env: Any) -> bool:
-    """Whether Gymnasium makes it: an id, or what is registered under one."""
+def has_spec(env: Any) -> bool:
+    """Whether `gymnasium.make` accepts it: an id or an EnvSpec."""
     from gymnasium.envs.registration import EnvSpec
 
     return isinstance(env, str | EnvSpec)
 
 
-def rendered(env: Any, pixels: int) -> Any:
-    """The environment with images of itself, so many pixels high and wide, in the place of its observations."""
+def with_pixels(env: Any, pixels: int) -> Any:
+    """Wrap the environment: its observations are with_pixels images of `pixels` × `pixels`."""
     import gymnasium
     import numpy as np
     from PIL import Image
 
-    # Pygame draws for Gymnasium: images, no window, and no word of its own.
+    # Gymnasium renders with Pygame: open no window and print no banner.
     for name, value in (("SDL_VIDEODRIVER", "dummy"), ("PYGAME_HIDE_SUPPORT_PROMPT", "1")):
         os.environ.setdefault(name, value)
     with warnings.catch_warnings(), suppress(ImportError):
@@ -63,41 +63,48 @@ def rendered(env: Any, pixels: int) -> Any:
         def observation(self, observation: Any) -> Any:
             image: Any = self.env.render()
             if np.ndim(image) != 3:
-                raise ValueError(f"render() gave {type(image).__name__}, not a image")
-            shrunk = Image.fromarray(np.asarray(image, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
-            return np.asarray(shrunk)
+                raise ValueError(f"render() gave {type(image).__name__}, not an image")
+            resized = Image.fromarray(np.asarray(image, np.uint8)).resize((pixels, pixels), Image.Resampling.BOX)
+            return np.asarray(resized)
 
     return Rendered(env)
 
 
 def quiet_mujoco() -> None:
-    """MuJoCo's warnings would go to the terminal and into MUJOCO_LOG.TXT, wherever one stands.
+    """Keep MuJoCo's warnings from the terminal and from MUJOCO_LOG.TXT in the working directory.
 
-    The one that matters, that a simulation went bad and reset itself, is seen by `self_resets`.
+    `self_resets` detects the one that matters: MuJoCo reset a diverged simulation.
     """
     try:
         import mujoco
     except ImportError:
-        return  # Gymnasium says what is missing
+        return  # gymnasium.make reports what is missing
     mujoco.set_mju_user_warning(lambda message: None)
 
 
+def counts_resets(env: Any) -> bool:
+    """Whether the environment has MuJoCo data, which counts the times that MuJoCo reset a simulation itself."""
+    return _warnings(env) is not None
+
+
 def self_resets(env: Any) -> int:
-    """How often MuJoCo found a state that is not finite or beyond 1e10 and silently began anew; 0 elsewhere."""
-    counters = getattr(getattr(env.unwrapped, "data", None), "warning", None)
-    if counters is None or "mujoco" not in sys.modules:
-        return 0
-    return sum(int(counters[kind].number) for kind in BAD_STATES)
+    """How often MuJoCo reset the simulation because its state was not finite or beyond 1e10; 0 without MuJoCo."""
+    counters = _warnings(env)
+    return 0 if counters is None else sum(int(counters[kind].number) for kind in BAD_STATES)
 
 
-# mjWARN_BADQPOS, mjWARN_BADQVEL and mjWARN_BADQACC; as numbers, because this script does without mujoco
+def _warnings(env: Any) -> Any:
+    return getattr(getattr(env.unwrapped, "data", None), "warning", None) if "mujoco" in sys.modules else None
+
+
+# mjWARN_BADQPOS, mjWARN_BADQVEL and mjWARN_BADQACC; as numbers, because this script does not import mujoco
 BAD_STATES = (3, 4, 5)
 
 
 def said(problem: BaseException) -> str:
-    """An exception of somebody else's in one line, with the place it came from."""
+    """Describe an exception from foreign code in one line, with the file and line that raised it."""
     try:
-        text = str.__str__(str(problem))[:1000]  # a subclass of str may do anything when it is cut or printed
+        text = str.__str__(str(problem))[:1000]  # a str subclass can override slicing and printing
     except KeyboardInterrupt:
         raise
     except BaseException as second:
@@ -107,17 +114,17 @@ def said(problem: BaseException) -> str:
 
 
 def whole_traceback(problem: BaseException) -> str:
-    """The same with every line that led there."""
+    """The full traceback of an exception."""
     try:
         return "".join(traceback.format_exception(problem))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # an exception that breaks the formatting
+    except BaseException:  # the exception breaks the formatting
         return "".join(traceback.format_tb(problem.__traceback__)) + said(problem)
 
 
-def end_with(parent: int) -> None:
-    """End this process when its parent ends, however that ends, even in the middle of a step."""
+def exit_with_parent(parent: int) -> None:
+    """End this process when its parent ends for any reason, even in the middle of a step."""
     if sys.platform == "linux":
         import ctypes
         import signal
@@ -131,24 +138,24 @@ def end_with(parent: int) -> None:
             time.sleep(1)
         os._exit(1)
 
-    # Also on Linux: the parent may have ended before the call, or the thread that started this process did not end.
+    # On Linux too: the parent may have ended before the call, and the signal belongs to the thread that started us.
     threading.Thread(target=watch, daemon=True).start()
 
 
 def end_only_with_parent(parent: int) -> None:
-    """Leave Ctrl-C and a signal to the whole group to the parent, which saves first; end when it ends.
+    """Ignore SIGINT and SIGTERM, which the parent handles; end when the parent ends.
 
-    The signals have handlers, because a program that an environment starts would inherit that they are ignored.
+    The handlers do nothing. SIG_IGN would be inherited by programs that an environment starts.
     """
     import signal
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    end_with(parent)
+    exit_with_parent(parent)
 
 
 def serve(pipe: Connection) -> None:
-    """Make the environments, then reset and step them as asked until the pipe closes; then close them."""
+    """Make the environments, answer calls until the pipe closes, then close the environments."""
     import cloudpickle
 
     envs: dict[int, Any] = {}
@@ -167,32 +174,32 @@ def serve(pipe: Connection) -> None:
             made.close()
 
 
-def answer_calls(pipe: Connection, envs: dict[int, Any], anew: Callable[[], Any]) -> None:
-    """Do what is asked for until the pipe closes."""
+def answer_calls(pipe: Connection, envs: dict[int, Any], make_env: Callable[[], Any]) -> None:
+    """Run the calls that arrive until the pipe closes."""
     while True:
         call, index, argument = pipe.recv()
         try:
             if call == "step":
                 before = self_resets(envs[index])
-                answer: Any = envs[index].step(argument)
-                answer = (answer, self_resets(envs[index]) > before)
+                result: Any = envs[index].step(argument)
+                result = (result, self_resets(envs[index]) > before)
             elif call == "remake":
                 with suppress(Exception):
                     envs[index].close()
-                envs[index], answer = anew(), None
+                envs[index], result = make_env(), None
             else:
-                answer = envs[index].reset(seed=argument)
-            content = ForkingPickler.dumps(("done", answer))
+                result = envs[index].reset(seed=argument)
+            message = ForkingPickler.dumps(("done", result))
         except SystemExit:
-            raise  # the process ends, as it was told to
+            raise  # the environment asked to end the process
         except BaseException as problem:
-            content = ForkingPickler.dumps(("raised", (said(problem), whole_traceback(problem))))
-        pipe.send_bytes(content)
+            message = ForkingPickler.dumps(("raised", (said(problem), whole_traceback(problem))))
+        pipe.send_bytes(message)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     end_only_with_parent(int(sys.argv[2]))
-    sys.path[:] = sys.argv[3:]  # the parent's, so that its modules are found
-    with suppress(OSError):  # of a pipe whose other end is gone
+    sys.path[:] = sys.argv[3:]  # the parent's module search path
+    with suppress(OSError):  # the other end of the pipe is closed
         serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Gymnasium environments in worker processes that may die or hang: they are killed, replaced, and the run goes on."""
+"""Gymnasium environments in worker processes; a process that dies or hangs is killed and replaced."""
 
 import os
 import subprocess
@@ -16,19 +16,19 @@ import cloudpickle
 from numpy.typing import NDArray
 
 from t3d.envs.batch import EnvError
-from t3d.envs.slots import Lost, Raised, Stepped
+from t3d.envs.slots import Lost, Raised, SlotResult
 from t3d.envs.worker import said
 from t3d.errors import T3DError
 
 START_SECONDS = 120.0
-TRIES = 5  # a worker that dies this often without finishing a step is not worth another try
-CLOSING_SECONDS = 2.0  # for the environments of all workers to close
+MAX_DEATHS = 5  # deaths of a worker in a row, without a finished call, before it is given up
+CLOSE_SECONDS = 2.0  # for all workers together to close their environments
 
 
 def with_pipe(script: list[str], **options: Any) -> tuple["subprocess.Popen[bytes]", Connection]:
-    """A Python process and this end of a pipe to it.
+    """Start a Python process; return it and this end of a pipe to it.
 
-    Its arguments are the number of the other end, this process's id, and where modules are.
+    Its arguments are the file descriptor of the other end, this process's id, and the module search path.
     """
     ours, theirs = Pipe()
     command = [sys.executable, *script, str(theirs.fileno()), str(os.getpid()), *sys.path]
@@ -38,36 +38,36 @@ def with_pipe(script: list[str], **options: Any) -> tuple["subprocess.Popen[byte
 
 
 class Worker:
-    """A process with some of the environments."""
+    """A worker process with some of the environments."""
 
     def __init__(
         self, name: str, env: Any, args: dict[str, Any], pixels: int, indices: list[int], worker_timeout: float
     ) -> None:
         self.name, self.worker_timeout = name, worker_timeout
         self.replaced = 0
-        self._deaths: Counter[int | None] = Counter()  # in a row, by the environment in whose call it was
+        self._deaths: Counter[int | None] = Counter()  # in a row, by the environment whose call was running
         try:
-            self._order = cloudpickle.dumps((env, args, pixels, indices))
+            self._setup = cloudpickle.dumps((env, args, pixels, indices))
         except Exception as problem:
-            raise T3DError(f"{name} cannot be sent to a worker process; use --workers 0: {said(problem)}") from problem
+            raise T3DError(f"{name} cannot be sent to a worker process: {said(problem)}. Use --workers 0.") from problem
         self._launch()
 
     def _launch(self) -> None:
         try:
-            # In a session of its own, because Ctrl-C is for the one who asks.
+            # A new session: only the parent gets Ctrl-C.
             script = [str(Path(__file__).with_name("worker.py"))]
             self.process, self._pipe = with_pipe(script, start_new_session=True)
         except OSError as error:
             raise EnvError(f"{self.name}: no worker process can be started: {error.strerror}.", call="reset") from error
-        self.waiting: list[int] = []  # whose answers are still to come, in order
+        self.pending: list[int] = []  # the environments of the unfinished calls, in order
         with suppress(OSError):
-            self._pipe.send_bytes(self._order)
+            self._pipe.send_bytes(self._setup)
 
     def ready(self) -> "Worker":
-        """Wait until the environments are made; a process that dies over it is replaced."""
+        """Wait until the environments are made; replace the process if it dies."""
         while True:
             try:
-                self._receive(START_SECONDS)
+                self._poll(START_SECONDS)
                 return self
             except Raised as problem:
                 self.close()
@@ -82,46 +82,46 @@ class Worker:
         self._pipe.close()
         self.replaced += 1
         self._deaths[index] += 1
-        if self._deaths[index] >= TRIES:
+        if self._deaths[index] >= MAX_DEATHS:
             raise EnvError(
-                f"{self.name}: a worker process died or hung {TRIES} times in a row without finishing a step"
+                f"{self.name}: a worker process died or hung {MAX_DEATHS} times in a row without finishing a step"
                 f" (exit code {self.process.returncode}); try it with --workers 0 to see why.",
                 call="reset",
             )
 
     def send(self, call: str, index: int, argument: Any) -> None:
-        with suppress(OSError):  # it died; whoever waits for the answer will notice
+        with suppress(OSError):  # the process died: `receive` reports it
             self._pipe.send((call, index, argument))
-        self.waiting.append(index)
+        self.pending.append(index)
 
-    def answer(self) -> Any:
-        """The answer to the oldest call; if it does not come the process is replaced, and all its calls are lost."""
-        if not self.waiting:
+    def receive(self) -> Any:
+        """Return the result of the oldest call. If the process died or hung, replace it and raise Lost."""
+        if not self.pending:
             raise Lost
         try:
-            answer = self._receive(self.worker_timeout)
+            result = self._poll(self.worker_timeout)
         except Lost:
-            self._count_death(self.waiting[0])
+            self._count_death(self.pending[0])
             self._launch()
             self.ready()
             raise
         except Raised:
-            self._was_answered()
+            self._finish_call()
             raise
-        self._was_answered()
-        return answer
+        self._finish_call()
+        return result
 
-    def _was_answered(self) -> None:
-        self.waiting.pop(0)
+    def _finish_call(self) -> None:
+        self.pending.pop(0)
         self._deaths.clear()
 
-    def _receive(self, seconds: float) -> Any:
+    def _poll(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
         try:
-            # In slices, so that Ctrl-C is heard.
+            # In intervals of a second, so that Ctrl-C is handled.
             while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
                 ended = self.process.poll() is not None and not self._pipe.poll()
-                if ended or time.monotonic() >= deadline:  # a program that it started may hold the pipe open
+                if ended or time.monotonic() >= deadline:  # its child processes may hold the pipe open
                     raise Lost
             kind, value = self._pipe.recv()
         except (EOFError, OSError):
@@ -130,19 +130,19 @@ class Worker:
             raise
         except KeyboardInterrupt:
             raise
-        except BaseException as problem:  # of unpickling what the environment returned, which may do anything
-            raise Raised(f"what cannot be sent from its process: {said(problem)}") from problem
+        except BaseException as problem:  # unpickling the environment's result may raise anything
+            raise Raised(f"a value that cannot be sent from its process: {said(problem)}") from problem
         if kind == "raised":
             raise Raised(*value)
         return value
 
-    def hang_up(self) -> None:
-        """Let it close its environments and end."""
+    def close_pipe(self) -> None:
+        """Close the pipe; the process then closes its environments and ends."""
         self._pipe.close()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End it, after so many seconds at most."""
-        self.hang_up()
+        """End the process; kill it after `seconds`."""
+        self.close_pipe()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         self.process.kill()
@@ -150,16 +150,16 @@ class Worker:
 
 
 def close_all(workers: Sequence[Worker]) -> None:
-    """End them, with some time for their environments to close."""
+    """End all workers; give their environments CLOSE_SECONDS to close."""
     for worker in workers:
-        worker.hang_up()
-    deadline = time.monotonic() + CLOSING_SECONDS
+        worker.close_pipe()
+    deadline = time.monotonic() + CLOSE_SECONDS
     for worker in workers:
         worker.close(max(0.0, deadline - time.monotonic()))
 
 
 class WorkerSlot:
-    """One environment of a worker."""
+    """One environment in a worker process."""
 
     def __init__(self, worker: Worker, index: int) -> None:
         self._worker, self._index = worker, index
@@ -168,21 +168,21 @@ class WorkerSlot:
     def reset(self, seed: int) -> Any:
         self._generation = self._worker.replaced
         self._worker.send("reset", self._index, seed)
-        return self._worker.answer()
+        return self._worker.receive()
 
-    def begin(self, action: NDArray[Any]) -> None:
+    def step_async(self, action: NDArray[Any]) -> None:
         if self._generation == self._worker.replaced:
             self._worker.send("step", self._index, action)
 
-    def end(self) -> Stepped:
+    def step_wait(self) -> SlotResult:
         if self._generation != self._worker.replaced:
-            raise Lost(here=False)  # the process was replaced since: this environment's episode went with it
-        return Stepped(*self._worker.answer())
+            raise Lost(own_call=False)  # the process was replaced after the call: the episode is lost
+        return SlotResult(*self._worker.receive())
 
     def remake(self) -> None:
         self._generation = self._worker.replaced
         self._worker.send("remake", self._index, None)
-        self._worker.answer()
+        self._worker.receive()
 
     def close(self) -> None:
-        pass  # the workers are closed as a whole
+        pass  # `close_all` closes the workers

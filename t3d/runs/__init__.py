@@ -1,10 +1,11 @@
-"""The run folder: what a run was asked to do, what it measured, what it learned.
+"""The run folder: the settings, metrics, policies and checkpoints of a run.
 
-config.json                        every setting, none left open; `t3d train --config` takes it
-metrics.jsonl                      a row for each event, appended
-policies/best-seed-K.safetensors   the actor at its best evaluation, and the .json that describes it
-policies/last-seed-K.safetensors   the actor at the latest one
-report/learning-curve.png          every seed and the mean
+config.json                        every setting, resolved; `t3d train --config` reads it
+metrics.jsonl                      one appended row per event
+policies/best-seed-K.safetensors   the actor at its best evaluation, with a .json that describes it
+policies/last-seed-K.safetensors   the actor at the last evaluation
+report/learning-curve.png          the returns of every seed and their mean
+checkpoints/, replay/              the state of the run, for `t3d resume`
 """
 
 from t3d.runs.folder import Run, claim

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files belong to it, of what size and hash. What is read here may be anybody's."""
+"""The manifest of a checkpoint: its files with their sizes and hashes. A manifest is untrusted input."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from t3d.runs.metrics import Mark
 
 FORMAT = 6
 NAME = "manifest.json"
-SPARE = 2**20  # bytes that the header of a file may have
-MOST_SEGMENTS = 1_000  # that a file may speak of
-LARGEST = 2**53  # a count that a file may speak of
+SPARE = 2**20  # bytes for the header of a file
+MOST_SEGMENTS = 1_000  # in a manifest
+LARGEST = 2**53  # counts in a manifest are smaller
 
 FOLDER_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})", re.ASCII)
 STATE_NAME = re.compile(r"state(-[0-9]{1,6})?\.safetensors", re.ASCII)
@@ -28,7 +28,7 @@ _CHAIN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of rows in replay/, and what its parity's hash is."""
+    """A file of rows in replay/: rows `first` to `last` of each ring, and the hash of its parity file."""
 
     file: str
     size: int
@@ -40,9 +40,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint, told by its files."""
+    """The files of a checkpoint."""
 
-    run: str  # the identity of its config
+    run: str  # `Run.identity`
     step: int
     state_file: str
     state: Written
@@ -57,18 +57,18 @@ class Manifest:
 
 
 def steps_in(checkpoints: Folder) -> list[int]:
-    """The steps of all checkpoints, also of those that were not finished, in order."""
+    """The sorted steps of all checkpoints, including unfinished ones."""
     found = (FOLDER_NAME.fullmatch(name) for name in checkpoints.names())
     return sorted(int(match[1]) for match in found if match)
 
 
 def most_manifest(rings: int) -> int:
-    """Bytes that the manifest of a run with so many rings can have: what is longer is not even parsed."""
+    """The size limit of a manifest in bytes; a longer one is not parsed."""
     return 2**20 + 2**13 * rings
 
 
 def read_manifest(folder: Folder, step: int, most: int, identity: str) -> Manifest:
-    """The manifest in the folder of a run's checkpoint, if it is as it was written and has at most so many bytes."""
+    """Read and check the manifest in a checkpoint's folder; `most` is its size limit in bytes."""
     path = folder.path / NAME
     values = files.without_sum(files.parse_object(folder.read(NAME, most), path), path)
     files.refuse_format(path, values.pop("format", None), FORMAT)
@@ -80,63 +80,67 @@ def read_manifest(folder: Folder, step: int, most: int, identity: str) -> Manife
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise T3DError(f"{path} is not the manifest of a checkpoint ({error}).") from error
     if manifest.run != identity:
-        raise T3DError(f"{path} belongs to another run than config.json, which has other settings.")
+        raise T3DError(f"{path} belongs to a different run than config.json: the settings differ.")
     return manifest
 
 
 def _check(manifest: Manifest, step: int) -> None:
-    """Refuse what no run would have written."""
-    if not (_count(manifest.step) and manifest.step == step):
-        raise ValueError(f"it is of step {manifest.step!r}")
+    """Refuse a manifest that no run would write."""
+    if not (_is_count(manifest.step) and manifest.step == step):
+        raise ValueError(f"its step is {manifest.step!r}")
     if not isinstance(manifest.run, str):
-        raise ValueError(f"it is of the run {manifest.run!r}")
+        raise ValueError(f"its run is {manifest.run!r}")
     if not (STATE_NAME.fullmatch(manifest.state_file) and isinstance(manifest.about, dict)):
-        raise ValueError(f"{manifest.state_file!r} is not the name of a state")
+        raise ValueError(f"{manifest.state_file!r} is not the name of a state file")
     mark = manifest.metrics
-    if not (_count(mark.size) and _count(mark.rows) and _CHAIN.fullmatch(mark.chain)):
+    if not (_is_count(mark.size) and _is_count(mark.rows) and _CHAIN.fullmatch(mark.chain)):
         raise ValueError(f"metrics cannot be {mark}")
-    if not all(map(_count, manifest.capacities)) or len(manifest.segments) > MOST_SEGMENTS:
-        raise ValueError("its counts are not counts")
+    if not all(map(_is_count, manifest.capacities)) or len(manifest.segments) > MOST_SEGMENTS:
+        raise ValueError("its counts are not valid")
     if len({part.file for part in manifest.segments}) < len(manifest.segments):
-        raise ValueError("it names a segment twice")
+        raise ValueError("it lists a segment twice")
     rings = len(manifest.capacities)
     hashed: list[Written | Segment] = [manifest.state, *manifest.segments]
     for file in hashed:
-        if not (_count(file.size) and _HASH.fullmatch(file.sha256)):
-            raise ValueError(f"{file} has no size and hash")
+        if not (_is_count(file.size) and _HASH.fullmatch(file.sha256)):
+            raise ValueError(f"{file} has no valid size and hash")
     for part in manifest.segments:
         if not (SEGMENT_NAME.fullmatch(part.file) and _HASH.fullmatch(part.parity_sha256)):
-            raise ValueError(f"{part.file!r} is not the name of a segment")
-        if not (len(part.first) == len(part.last) == rings and all(map(_count, [*part.first, *part.last]))):
-            raise ValueError(f"{part.file} does not say which rows it holds")
+            raise ValueError(f"{part.file!r} is not the name of a segment file")
+        if not (len(part.first) == len(part.last) == rings and all(map(_is_count, [*part.first, *part.last]))):
+            raise ValueError(f"{part.file} does not list its rows")
         if any(first > last for first, last in zip(part.first, part.last, strict=True)):
-            raise ValueError(f"{part.file} ends before it begins")
+            raise ValueError(f"{part.file} has a last row before its first")
 
 
-def _count(number: Any) -> bool:
+def _is_count(number: Any) -> bool:
     return type(number) is int and 0 <= number < LARGEST
 
 
 def refuse_misfit(manifest: Manifest, rings: Sequence[Ring], most_state: int, most_segment: int, where: Path) -> None:
-    """Refuse, before any of it is read, what this run's replay memory and state cannot have been."""
+    """Refuse a manifest that does not fit this run's replay memory and state, before its files are read."""
     if len(manifest.capacities) != len(rings):
-        raise T3DError(f"{where} belongs to a run with another number of seeds, or of other observations.")
+        raise T3DError(f"{where} belongs to a run with a different number of seeds or different observations.")
     if manifest.state.size > most_state:
-        raise T3DError(f"{where}: the state has {manifest.state.size:,} bytes, more than this run's could have.")
+        raise T3DError(
+            f"{where}: the state has {manifest.state.size:,} bytes, more than the state of this run can have."
+        )
     widths = [ring.rows[0].nbytes for ring in rings]
     for part in manifest.segments:
         counts = [last - first for first, last in zip(part.first, part.last, strict=True)]
         size = sum(count * width for count, width in zip(counts, widths, strict=True))
         if not size <= part.size <= size + SPARE or part.size > most_segment + SPARE:
-            raise T3DError(f"{where}: {part.file} cannot have {part.size:,} bytes with the rows that it is to hold.")
+            raise T3DError(
+                f"{where}: {part.file} cannot have {part.size:,} bytes with the rows that the manifest lists."
+            )
     for k, (ring, capacity) in enumerate(zip(rings, manifest.capacities, strict=True)):
         stored = manifest.segments[-1].last[k] if manifest.segments else 0
-        if capacity > ring.capacity or _held(manifest.segments, k) < min(stored, capacity):
-            raise T3DError(f"{where}: its segments do not hold all rows of the replay memory.")
+        if capacity > ring.capacity or _rows_held(manifest.segments, k) < min(stored, capacity):
+            raise T3DError(f"{where}: the segments do not hold all rows of the replay memory.")
 
 
-def _held(segments: Sequence[Segment], k: int) -> int:
-    """How many of the newest rows of a ring are in segments, without a gap."""
+def _rows_held(segments: Sequence[Segment], k: int) -> int:
+    """The number of newest rows of ring k that the segments hold without a gap."""
     if not segments:
         return 0
     begin = end = segments[-1].last[k]
@@ -148,7 +152,7 @@ def _held(segments: Sequence[Segment], k: int) -> int:
 
 
 def newest_manifest(run: Folder, seeds: int, identity: str) -> Manifest | None:
-    """Of the newest checkpoint whose manifest is whole. Whoever resumes is told of the others."""
+    """The manifest of the newest checkpoint with a valid manifest, or None. `t3d resume` reports the damaged ones."""
     with suppress(T3DError):
         for manifest, _ in _manifests(run, seeds, identity, []):
             return manifest
@@ -156,21 +160,21 @@ def newest_manifest(run: Folder, seeds: int, identity: str) -> Manifest | None:
 
 
 def newest_shapes(run: Folder, seeds: int, identity: str) -> tuple[dict[str, tuple[int, ...]] | None, list[str]]:
-    """The shapes of the newest state that is there in its size, and why newer ones were passed over.
+    """Read the tensor shapes of the newest state with the right size, from its header alone.
 
-    None where there is no such state; nothing but headers is read.
+    Return them, or None if there is no such state, and the reasons why newer checkpoints were skipped.
     """
-    passed: list[str] = []
-    for manifest, folder in _manifests(run, seeds, identity, passed):
+    skipped: list[str] = []
+    for manifest, folder in _manifests(run, seeds, identity, skipped):
         try:
-            return files.shapes(folder, manifest.state_file, manifest.state.size), passed
+            return files.shapes(folder, manifest.state_file, manifest.state.size), skipped
         except T3DError as error:
-            passed.append(f"{error} The checkpoint of step {manifest.step:,} is skipped.")
-    return None, passed
+            skipped.append(f"{error} The checkpoint of step {manifest.step:,} is skipped.")
+    return None, skipped
 
 
-def _manifests(run: Folder, seeds: int, identity: str, passed: list[str]) -> Iterator[tuple[Manifest, Folder]]:
-    """The newest first; those that are not whole are added to `passed`."""
+def _manifests(run: Folder, seeds: int, identity: str, skipped: list[str]) -> Iterator[tuple[Manifest, Folder]]:
+    """Yield valid manifests, newest first; append the errors of the others to `skipped`."""
     if run.kind("checkpoints") is None:
         return
     with run.inside("checkpoints") as checkpoints:
@@ -178,8 +182,8 @@ def _manifests(run: Folder, seeds: int, identity: str, passed: list[str]) -> Ite
             try:
                 with checkpoints.inside(f"step-{step}") as folder:
                     if folder.kind(NAME) is None:
-                        continue  # it was not finished
+                        continue  # unfinished
                     manifest = read_manifest(folder, step, most_manifest(2 * seeds), identity)
                     yield manifest, folder
             except T3DError as error:
-                passed.append(f"{error} The checkpoint of step {step:,} is skipped.")
+                skipped.append(f"{error} The checkpoint of step {step:,} is skipped.")

@@ -1,9 +1,10 @@
-"""metrics.jsonl: a row for each event, appended; every row is numbered and carries a checksum.
+"""metrics.jsonl: one appended row per event; every row has a number and a checksum.
 
     {"n": 17, "kind": "episode", "step": 400, "seed": 0, "return": -812.4, …, "chain": "9f86d081884c7d65"}
 
-`chain` is a hash of the row before the word and of the row above it, so a row that is changed, lost or put elsewhere is
-found. A crash may cut off the last row, and lose rows that the newest checkpoint does not know: those are made again.
+`chain` is a hash of the row (up to "chain") and of the previous row's chain, so changed, missing and moved rows are
+detected. A crash may truncate the last row and lose rows after the newest checkpoint; the resumed run writes them
+again.
 """
 
 import json
@@ -21,14 +22,14 @@ from t3d.files import Folder
 
 NAME = "metrics.jsonl"
 LONGEST = 2**20  # bytes of a row
-MOST_STEPS = 2**63  # and seeds
+MOST_STEPS = 2**63  # the limit of steps and seeds
 _DIGITS = 16
 _TAIL = len(', "chain": "') + _DIGITS + len('"}')
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How far the file was written: bytes, rows, and the last row's `chain`."""
+    """A position in the file: bytes, rows, and the last row's `chain`."""
 
     size: int = 0
     rows: int = 0
@@ -44,15 +45,15 @@ class Metrics:
         self.mark = Mark()
         self.say: Callable[[str], None] = lambda sentence: None
         self._descriptor: int | None = None
-        self._deflate, self._copy = zlib.compressobj(1), list[bytes]()  # of the whole file
+        self._deflate, self._copy = zlib.compressobj(1), list[bytes]()  # a compressed copy of the whole file
 
     # ------------------------------------------------------------------------------------------ writing
 
     def begin(self, mark: Mark | None = None) -> None:
-        """Start to write: an empty file, or the one that is there up to `mark`, in a file of its own."""
+        """Start writing: a new file with the existing content up to `mark`, or an empty one."""
         mark = mark or Mark()
         with self._folder() as folder:
-            # Copied and not cut: a hard link to it, in somebody's backup, stays as it is.
+            # Copy instead of truncating, so that hard links (backups) keep their content.
             content = b""
             if mark.size:
                 with os.fdopen(folder.open_file(NAME, os.O_RDONLY), "rb") as file:
@@ -67,8 +68,8 @@ class Metrics:
         self._descriptor, self.mark = folder.open_file(NAME, os.O_RDWR | os.O_APPEND), mark
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add rows at the end."""
-        assert self._descriptor is not None, "metrics are begun before they are written"
+        """Append rows."""
+        assert self._descriptor is not None, "call begin() first"
         lines, mark = [], self.mark
         for row in rows:
             text = json.dumps({"n": mark.rows, **row}, allow_nan=False).encode()
@@ -85,24 +86,24 @@ class Metrics:
         self._copy.append(self._deflate.compress(content))
 
     def sync(self) -> Mark:
-        """Flush the rows so far to the disk; a file that was taken away or replaced is put back."""
-        assert self._descriptor is not None, "metrics are begun before they are written"
+        """Flush all rows to disk; write the file again if it was removed or replaced."""
+        assert self._descriptor is not None, "call begin() first"
         try:
             with self._folder() as folder:
                 if not folder.holds(NAME, self._descriptor, self.mark.size):
-                    self._put_back(folder)
+                    self._rewrite(folder)
             os.fsync(self._descriptor)
         except OSError as error:
             raise T3DError(f"cannot write {self.path}: {error.strerror}.") from error
         return self.mark
 
-    def _put_back(self, folder: Folder) -> None:
+    def _rewrite(self, folder: Folder) -> None:
         folder.write(NAME, zlib.decompress(b"".join([*self._copy, self._deflate.copy().flush()])))
         self._open(folder, self.mark)
-        self.say(f"{self.path} was removed or changed while the run was writing it: all its rows were written again.")
+        self.say(f"{self.path} was removed or changed during the run: all its rows were written again.")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -110,30 +111,30 @@ class Metrics:
     # ------------------------------------------------------------------------------------------ reading
 
     def rows(self, least: Mark | None = None) -> list[dict[str, Any]]:
-        """Every whole row; `least` is how far they reach at least. A row that a crash cut off is named and left out."""
+        """Read all complete rows, at least up to `least`. Warn about a truncated last row and leave it out."""
         found, last, least = [], Mark(), least or Mark()
         for last, row in self._lines():
             if last.rows == least.rows and last != least:
                 raise T3DError(f"{self.path}, line {last.rows}: {_DAMAGED}")
             found.append(row)
         if len(found) < least.rows:
-            raise T3DError(f"{self.path} ends after row {len(found)}, and a checkpoint knows {least.rows}: {_LOST}")
-        if torn := self._torn(last):
-            warn(torn)
+            raise T3DError(f"{self.path} ends after row {len(found)}, but a checkpoint recorded {least.rows}: {_LOST}")
+        if warning := self._truncated_row(last):
+            warn(warning)
         return found
 
     def after(self, mark: Mark) -> tuple[list[dict[str, Any]], str]:
-        """The whole rows behind `mark`, and a sentence where one behind them is torn or damaged."""
+        """Return the complete rows after `mark`, and a message if a row after them is truncated or damaged."""
         found, last = [], Mark()
         try:
             for last, row in self._lines():
                 found += [row] if last.rows > mark.rows else []
         except T3DError as damage:
             return found, str(damage)
-        return found, self._torn(last)
+        return found, self._truncated_row(last)
 
     def check(self, mark: Mark) -> None:
-        """Refuse a file whose first rows are not those that were written when a checkpoint was made."""
+        """Raise T3DError unless the rows up to `mark` are those of the checkpoint."""
         if mark.rows == 0:
             return
         for now, _ in self._lines():
@@ -143,11 +144,11 @@ class Metrics:
                 return
         raise T3DError(f"{self.path} ends before row {mark.rows}: {_LOST}")
 
-    def _torn(self, last: Mark) -> str:
-        """A sentence where there is something behind the last whole row."""
+    def _truncated_row(self, last: Mark) -> str:
+        """Return a message if there are bytes after the last complete row."""
         with self._folder() as folder:
             rest = folder.size(NAME) - last.size
-        return f"{self.path}, line {last.rows + 1}, is cut off after {rest} bytes: it is left out." if rest > 0 else ""
+        return f"{self.path}, line {last.rows + 1}, is cut off after {rest} bytes: it is ignored." if rest > 0 else ""
 
     def _lines(self) -> Iterator[tuple[Mark, dict[str, Any]]]:
         with self._folder() as folder:
@@ -156,17 +157,17 @@ class Metrics:
             yield from _checked(iter(lambda: file.readline(LONGEST), b""), self.path)
 
 
-_DAMAGED = "the row is not as it was written: it is damaged, or one before it is missing."
+_DAMAGED = "the checksum does not match: this row is damaged, or a row before it is missing."
 _LOST = "rows are missing."
 
 
 def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[str, Any]]]:
-    """Transitions as they were written, each with the mark behind it; what has no end is left out."""
+    """Check and yield rows, each with the position after it; ignore an incomplete last row."""
     mark = Mark()
     for line in lines:
         if not line.endswith(b"\n"):
             if len(line) == LONGEST:
-                raise T3DError(f"{path}, line {mark.rows + 1}, is longer than any row of metrics.")
+                raise T3DError(f"{path}, line {mark.rows + 1}, is longer than {LONGEST:,} bytes.")
             return
         text, chain = line[: -_TAIL - 1] + b"}", _chain(mark.chain, line[: -_TAIL - 1] + b"}")
         if line[-_TAIL - 1 :] != f', "chain": "{chain}"}}\n'.encode():
@@ -187,9 +188,9 @@ def _chain(before: str, text: bytes) -> str:
 
 
 def _problem(row: Any, number: int) -> str:
-    """What is wrong with the form of a row, if anything is."""
+    """Return what is wrong with a row, or ""."""
     if not isinstance(row, dict):
-        return "it is no object"
+        return "it is not an object"
     if type(row.get("n")) is not int or row["n"] != number:
         return f"its number is {row.get('n')!r}, not {number}"
     if not isinstance(row.get("kind"), str):
@@ -212,13 +213,13 @@ def _problem(row: Any, number: int) -> str:
         if not (isinstance(lengths, list) and all(type(length) is int and length >= 0 for length in lengths)):
             return "its lengths are not whole numbers"
         if len(lengths) != len(returns):
-            return "it has not as many lengths as returns"
+            return "it has different numbers of lengths and returns"
         if "mean" not in row or not _is_number(row["mean"]):
             return f"its mean is {row.get('mean')!r}"
     return ""
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is null, a whole number or a finite one."""
+    """Whether a value is null, a whole number or a finite float."""
     kind = type(value)
     return value is None or (kind is int and abs(value) < MOST_STEPS) or (kind is float and isfinite(value))

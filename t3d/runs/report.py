@@ -1,4 +1,4 @@
-"""Figures of a run."""
+"""The learning curve of a run."""
 
 import io
 from collections import defaultdict
@@ -12,9 +12,9 @@ from t3d.runs.folder import Run
 
 
 def learning_curve(run: Run) -> Path:
-    """report/learning-curve.png: the mean return of each evaluation, every seed and their mean.
+    """Write report/learning-curve.png: the mean return of each evaluation, for every seed and their mean.
 
-    Where a run has no evaluations, the returns of its training episodes.
+    Without evaluations it shows the returns of the training episodes.
     """
     rows, title = run.metrics, f"T3D on {plain(run.config['env'])}".replace("$", r"\$")
     kind = "evaluation" if run.has_evaluations else "episode"
@@ -31,11 +31,11 @@ def learning_curve(run: Run) -> Path:
 
 
 def draw_learning_curve(evaluations: list[dict[str, Any]], title: str, kind: str = "evaluation") -> Figure:
-    """Thin lines for the seeds, a thick one for the mean, a band from the lowest to the highest."""
+    """Draw a thin line per seed, a thick line for the mean, and a band from the minimum to the maximum."""
     curves: dict[int, dict[int, float]] = defaultdict(dict)
     for row in evaluations:
         curves[row["seed"]][row["step"]] = row["mean"]
-    # Figure() and not pyplot: no window, no global state, no leak.
+    # Figure() instead of pyplot: no window, no global state, no leak.
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     common = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
@@ -44,8 +44,8 @@ def draw_learning_curve(evaluations: list[dict[str, Any]], title: str, kind: str
         axes.fill_between(common, [min(c) for c in columns], [max(c) for c in columns], color="#3b6fb6", alpha=0.12)
         axes.plot(common, [sum(c) / len(c) for c in columns], color="#1d3f72", linewidth=2.6, label="mean", zorder=3)
     for seed, curve in sorted(curves.items()):
-        wide = 2.2 if len(curves) == 1 else 1.0
-        axes.plot(list(curve), list(curve.values()), linewidth=wide, alpha=0.85, label=f"seed {seed}")
+        width = 2.2 if len(curves) == 1 else 1.0
+        axes.plot(list(curve), list(curve.values()), linewidth=width, alpha=0.85, label=f"seed {seed}")
     axes.set_xlabel("environment steps per seed")
     axes.set_ylabel("mean return of an evaluation" if kind == "evaluation" else "return of a training episode")
     axes.set_title(title, loc="left", fontweight="bold")
