@@ -12,14 +12,15 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from t3d import steps
-from t3d.errors import T3DError, nearest, shown
+from t3d.errors import T3DError, nearest, shown, warn
 
-NEEDED = ("METRICS", "init_agent", "draw", "update", "learn", "is_policy_step")
+NEEDED = ("METRICS", "POLICY_METRICS", "init_agent", "draw", "update", "learn", "is_policy_step")
 
 
 def variant(**functions: Callable[..., Any]) -> ModuleType:
     """`t3d.steps` with some of its functions replaced, as a module of its own: `variant(squared_errors=huber)`."""
-    own = {name for name, value in vars(steps).items() if getattr(value, "__module__", None) == steps.__name__}
+    own = {name for name, value in vars(steps).items() if isinstance(value, FunctionType)}
+    own = {name for name in own if vars(steps)[name].__module__ == steps.__name__}
     for name in functions:
         if name not in own:
             raise T3DError(f"variant(): t3d.steps has no function '{name}'.{nearest(name, own)}")
@@ -28,9 +29,8 @@ def variant(**functions: Callable[..., Any]) -> ModuleType:
     names, title = vars(module), module.__name__
     names.update(vars(steps), __name__=title)
     for name in own:
-        function = names[name]
-        if isinstance(function, FunctionType):  # a copy that finds the replaced functions by name
-            names[name] = FunctionType(function.__code__, names, name, function.__defaults__, function.__closure__)
+        function = names[name]  # copied, so that it finds the replaced functions by name
+        names[name] = FunctionType(function.__code__, names, name, function.__defaults__, function.__closure__)
     names.update(functions)
     return module
 
@@ -52,11 +52,13 @@ def algorithm_name(algorithm: ModuleType) -> str | None:
 
 
 def saved_algorithm(name: str | None, given: Any, where: str) -> ModuleType:
-    """The algorithm that a run was trained with; another one than `t3d.steps` must be given again."""
+    """The algorithm that a run was trained with; any but `t3d.steps` must be given again."""
     algorithm = as_algorithm(given)
     if (name is None) != (algorithm is steps):
         what = "t3d.steps: leave algorithm out."
         if name is not None:
             what = f"the algorithm {name}, which files do not contain: use t3d.resume(run, algorithm=...) from Python."
         raise T3DError(f"{where} was trained with {what}")
+    if algorithm_name(algorithm) != name:
+        warn(f"{where} was trained with the algorithm {name}; this one is {algorithm_name(algorithm)}.")
     return algorithm

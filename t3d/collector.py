@@ -39,7 +39,7 @@ class Collected(NamedTuple):
     transitions: Transitions  # to store
     terminated: Flags  # (S, N)
     ended: Flags  # (S, N) terminated or truncated
-    valid: Flags  # (S, N) false where a lost worker or a failed step ended the episode
+    valid: Flags  # (S, N) false without a transition: inactive, a reset step, a lost worker, a failed step
     failure: EnvError | None  # of a reset after the step
 
 

@@ -16,6 +16,7 @@ from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
 from t3d.options import Group, Shown, flag, takes
 from t3d.steps import Hyperparameters
+from t3d.torch_private import has_avx512_bf16
 
 Preset = Literal["td3", "paper", "documents"]
 
@@ -282,8 +283,8 @@ def refuse_conflicts(config: Config) -> None:
         )
     if config.random_steps >= config.steps:
         raise T3DError(
-            f"--random-steps {config.random_steps:,} must be less than --steps {config.steps:,}: updates start after"
-            " the random steps."
+            f"--random-steps {config.random_steps:,} must be less than --steps {config.steps:,}: the other steps are"
+            " for the actor."
         )
     if config.her and config.n_step > 1:
         raise T3DError("--her needs --n-step 1: the rewards within an n-step return depend on the goal.")
@@ -331,7 +332,7 @@ def refuse_hardware(config: Config) -> None:
         raise T3DError("--precision tf32 is for NVIDIA GPUs; on a CPU use fp32, or bf16 if the CPU has AVX512-BF16.")
     if device == "cuda" and precision != "fp32" and torch.cuda.get_device_capability() < (8, 0):
         raise T3DError(f"--precision {precision}: this GPU is older than compute capability 8.0; use fp32.")
-    if device == "cpu" and precision == "bf16" and not torch.cpu._is_avx512_bf16_supported():
+    if device == "cpu" and precision == "bf16" and not has_avx512_bf16():
         raise T3DError("--precision bf16: this CPU has no AVX512-BF16; use fp32.")
 
 

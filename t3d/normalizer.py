@@ -1,7 +1,8 @@
 """Observation normalization: each seed's running mean and deviation, applied wherever networks see an observation.
 
 `RunningStatistics` counts every stored observation; `scaling()` turns it into a shift and a scale, and `normalize`
-applies them: in acting (`agent.act`) and in sampling (`Replay.sample`). A policy file keeps shift and scale.
+applies them: in acting (`agent.act`), in sampling (`Replay.sample`), and where an evaluation compares values. A policy
+file keeps shift and scale.
 
 Shapes: S seeds, B batch, O observation.
 """

@@ -51,14 +51,14 @@ class NStep:
         for span in range(1, self.n + 1):  # the transition that began `span` steps ago
             total = self.reward[-span] + self.gamma * total
             full = valid & (self.pending >= span) & (span == self.n)
-            # A full transition has come out already when an episode is lost after it.
+            # If the episode was lost at this step, the full transition came out one step ago.
             cut = ended & (self.pending >= span) & (valid | (span < self.n))
             filled = np.full(total.shape, float(span))
             rows.append((self.obs[-span], self.action[-span], total, next_obs, terminated & valid, filled, full | cut))
         self.pending[ended] = 0
         rows.reverse()
-        parts = (np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True))
-        return Transitions._make([*parts, new.frames])
+        joined = (np.concatenate(parts, axis=1) for parts in zip(*rows, strict=True))
+        return Transitions._make([*joined, new.frames])
 
     def _push(self, new: Transitions) -> NDArray[Any]:
         """Append the valid steps; returns the observation that each environment shows after its newest one."""

@@ -259,7 +259,7 @@ def parse(prog: str, options: Sequence[Option], words: Sequence[str]) -> dict[st
             _take_positional(prog, waiting, positional, values)
             continue
         name, equals, value = word.partition("=")
-        option = by_name.get("--" + name[2:].replace("_", "-"))
+        option = by_name.get("--" + name[2:].replace("_", "-")) if name.startswith("--") else None
         if option is None:
             raise T3DError(f'there is no option {name} for "{prog}".{_similar(name, options)}{help_hint}')
         if option.kind is bool:
@@ -300,7 +300,7 @@ def _take_positional(prog: str, waiting: list[Option], words: list[str], values:
 
 
 def _is_option(word: str) -> bool:
-    """--steps and -s are options; -1, -.5 and -inf are values."""
+    """--steps is an option; -1, -.5 and -inf are values."""
     return re.match(r"-+[A-Za-z]", word) is not None and word.lower() not in ("-inf", "-infinity", "-nan")
 
 

@@ -120,7 +120,7 @@ class Recorder:
         try:
             self.save(state)
             self.checkpoints.wait()
-            kept = "All before it is saved."
+            kept = "The run up to the failed step is saved."
         except T3DError as problem:  # it must not hide what happened
             kept = f"What came since the last checkpoint could not be saved: {problem}"
         report = self._report(failure, state)
@@ -201,7 +201,7 @@ def describe(setup: RunSetup) -> dict[str, Any]:
 
 
 def about(config: Config) -> dict[str, Any]:
-    """What bits depend on beside the run itself; every checkpoint keeps it."""
+    """Versions and hardware that bit-exact results depend on; every checkpoint keeps them."""
     device = torch.cuda.get_device_name() if config.device == "cuda" else config.device
     return {"versions": versions(), "device": device, "threads": config.threads, "processor": platform.machine()}
 

@@ -26,7 +26,7 @@ from t3d.limits import refuse_large_networks, refuse_oversize
 from t3d.networks import Networks, first
 from t3d.pixels.encoder import FEATURES, image_networks
 from t3d.pixels.frame_stack import FrameStack
-from t3d.pixels.frame_store import LARGEST, FrameStore
+from t3d.pixels.frame_store import MAX_FRAMES, FrameStore
 from t3d.replay import Replay, row_width
 from t3d.runs.manifest import SPARE
 from t3d.state_dict import load_numbers, state_dict
@@ -59,8 +59,8 @@ class RunState:
     seeds: list[int]
     learner: LearnerState  # the agent, its replay memory, the metrics since they were last logged
     collector: Collector  # the environments and their current episodes
-    update_credit: NDArray[np.int64]  # (S,) environment steps that updates are owed for
-    updates: NDArray[np.int64]  # (S,) `agent.updates`, without asking the device
+    update_credit: NDArray[np.int64]  # (S,) environment steps that count towards updates, so far
+    updates: NDArray[np.int64]  # (S,) `agent.updates` on the host: reading it does not wait for a GPU
     updates_logged: NDArray[np.int64]  # (S,) updates that are in the rows of metrics
     best: NDArray[np.float64]  # (S,) each seed's best evaluation
     step: int = 0  # environment steps of each seed
@@ -90,21 +90,23 @@ def create_state(setup: RunSetup) -> RunState:
 
 
 def make_state(setup: RunSetup) -> RunState:
-    """The same before any environment is reset."""
+    """The state of a new run whose environments are not reset yet."""
     config, count = setup.config, len(setup.seeds)
     collector = Collector(setup.factory, setup.seeds, config)
     try:
         memory = make_memory(collector.envs, count, config)
         agent = make_agent(setup, collector.envs)
         refuse_large_policies(agent, count)
+        collector.connect(memory.obs_dim, memory.frames, config)
     except BaseException:
         collector.close()
         raise
-    collector.connect(memory.obs_dim, memory.frames, config)
-    sums = {name: torch.zeros(count, device=config.device) for name in setup.algorithm.METRICS}
+    names = (*setup.algorithm.METRICS, *setup.algorithm.POLICY_METRICS)
     return RunState(
         seeds=list(setup.seeds),
-        learner=LearnerState(agent, memory, sums, setup.algorithm),
+        learner=LearnerState(
+            agent, memory, {name: torch.zeros_like(agent.seeds, dtype=torch.float32) for name in names}, setup.algorithm
+        ),
         collector=collector,
         update_credit=np.zeros(count, np.int64),
         updates=np.zeros(count, np.int64),
@@ -154,8 +156,8 @@ def make_memory(envs: EnvBatch, seeds: int, config: Config) -> Replay:
     obs_dim = envs.obs_dim if frame_stack is None else frame_stack.stack + len(frame_stack.numbers)
     size = row_width(obs_dim, dim) * 4 + (0 if frame_stack is None else frame_stack.frame_size + 8)
     refuse_oversize(capacity, size, seeds, torch.device(config.device))
-    if frame_stack is not None and capacity > LARGEST // 2:
-        raise T3DError(f"--buffer-size can be {LARGEST // 2:,} at most where observations have images.")
+    if frame_stack is not None and capacity > MAX_FRAMES // 2:
+        raise T3DError(f"--buffer-size can be {MAX_FRAMES // 2:,} at most where observations have images.")
     try:
         frames = None
         if frame_stack is not None:
@@ -220,7 +222,7 @@ def _load(state: RunState, given: dict[str, Tensor], path: Path, config: Config)
     _logged_steps(given, "collector.transitions.steps", path)
     collector.actions.resize(longest)
     collector.transitions.resize(longest if collector.hindsight else 0)
-    collector.episode_length[:] = longest
+    collector.episode_length[:] = longest  # for now: `state_dict` then gives the logs the length of the saved ones
     if any(name.startswith("pending_eval.") for name in given):
         state.pending_eval = take_snapshot(state, config)
     live = state.state_dict()
@@ -290,7 +292,7 @@ def replay_matches(
     returns: NDArray[np.float64],
 ) -> NDArray[np.bool_]:
     """Replay the episodes; which environments arrived at the same observation and return, to the last bit."""
-    cut, envs.cut_failures = envs.cut_failures, True  # an environment that fails now did not come back, no more
+    cut, envs.cut_failures = envs.cut_failures, True  # a failure in the replay only counts as not restored
     try:
         now, again, ended = replay_episodes(envs, episodes, actions)
     finally:

@@ -27,7 +27,7 @@ def tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _walk(value: Any, prefix: str, everything: bool) -> list[tuple[str, Any]]:
-    if isinstance(value, Tensor | np.ndarray | int | list):
+    if isinstance(value, Tensor | np.ndarray | int | float | list):
         return [(prefix, value)]
     dot = f"{prefix}." if prefix else ""
     return [found for name, part in _parts(value, everything) for found in _walk(part, dot + name, everything)]
@@ -55,8 +55,8 @@ def load_numbers(value: Any, given: dict[str, Tensor], prefix: str = "") -> None
         return
     dot = f"{prefix}." if prefix else ""
     for name, part in _parts(value, everything=False):
-        if isinstance(part, int):
-            setattr(value, name, int(given[dot + name]))
+        if isinstance(part, int | float):
+            setattr(value, name, type(part)(given[dot + name]))
         else:
             load_numbers(part, given, dot + name)
 

@@ -28,7 +28,7 @@ from t3d.state_dict import NOT_SAVED
 
 
 def update(memory: Memory, agent: Agent, hp: Hyperparameters, batch_size: int, policy_step: bool) -> Update:
-    """One update: sample a batch, then learn from it. `policy_step` is true in every second update."""
+    """One update: sample a batch, then learn from it. `policy_step` is true in every `policy_delay`-th update."""
     # [step 1] the replay memory: `memory`, filled transition by transition by `replay.Replay.add`
     # [step 2] the actor and its target: `agent.actor`, `agent.target_actor`, made by `init_agent`
     # [step 3] two critics and their two targets: `agent.critic`, `agent.target_critic`, likewise
@@ -114,7 +114,7 @@ def init_agent(
 
 def draw(agent: Agent, batch_size: int, action_dim: int) -> tuple[Tensor, Tensor]:
     """The random numbers of each seed's next update: `bits` (S, B) draw the batch, `noise` (S, B, A) is for step 6."""
-    updates = agent.critic_adam.count  # the critics take an Adam step in every update
+    updates = agent.updates
     bits = rng.halves(agent.seeds, Purpose.SAMPLING, updates, (batch_size,))
     shape, dtype = (batch_size, action_dim), any_of(agent.actor).dtype
     return bits, rng.normal(agent.seeds, Purpose.SMOOTHING, updates, shape, dtype)
@@ -230,7 +230,8 @@ class Update:
         return values if self.actor is None else {**values, "actor_loss": self.actor.loss}
 
 
-METRICS = ("critic_loss", "q_mean", "actor_loss")  # the last one in policy steps only
+METRICS = ("critic_loss", "q_mean")  # of every update
+POLICY_METRICS = ("actor_loss",)  # of policy steps only
 Metrics = dict[str, Tensor]  # each (S,)
 
 
@@ -239,7 +240,7 @@ class Hyperparameters:
     """The numbers in the equations above."""
 
     gamma: float = 0.99
-    """Discount factor. [step 9]"""
+    """Discount factor. [steps 4, 9]"""
     tau: float = 0.005
     """Polyak averaging coefficient of the target networks. [steps 14, 15]"""
     target_noise: float = 0.2

@@ -24,8 +24,8 @@ class CannotCompile(Exception):
 
 
 @contextmanager
-def failures() -> Iterator[None]:
-    """Whatever fails inside is `CannotCompile`."""
+def as_cannot_compile() -> Iterator[None]:
+    """Raise whatever fails inside as `CannotCompile`."""
     try:
         yield
     except CannotCompile:
@@ -41,13 +41,12 @@ def failures() -> Iterator[None]:
 def compile_function(
     function: Callable[..., None], inputs: list[list[Tensor]], options: dict[str, Any], tag: str
 ) -> list[Callable[[], None]]:
-    """`function(*tensors)` compiled once, and bound to each list of tensors of the same shapes as a call without
-    arguments.
+    """Compile `function` once; return, for each list of tensors of the same shapes, a call without arguments.
 
     `make_fx` traces the function on fake tensors and Inductor compiles the graph. The compiled code is called directly:
     the guards of `torch.compile` would cost a tenth of an update. `tag` becomes part of the cache's key.
     """
-    with failures():
+    with as_cannot_compile():
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
         from torch._subclasses import FakeTensorMode
@@ -90,7 +89,7 @@ def _used_inputs(graph: Any) -> list[int]:
 
 def load_cpp(source: str) -> None:
     """Compile C++ that registers PyTorch operators, or load it from the cache."""
-    with failures():
+    with as_cannot_compile():
         from torch._inductor.codecache import CppCodeCache
 
         CppCodeCache.load(source)
@@ -115,10 +114,11 @@ def set_compile_cache() -> None:
 
     Each kind of CPU has a folder, because machines with different CPUs may share a home.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t3d" / "compiled" / _cpu_fingerprint()
     try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache = home / "t3d" / "compiled" / _cpu_fingerprint()
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # no home, or none that can be written
         return
     for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ.setdefault(variable, str(cache))

@@ -47,7 +47,7 @@ from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import CHANGEABLE, Run, claim
 
 Floats = NDArray[np.float32]
-MOST_STEPS = 64  # between two looks at the clock, the display and the checkpoints
+MAX_STEPS_BETWEEN_CHECKS = 64  # of the clock, the display and the checkpoints
 
 
 class Stop:
@@ -71,7 +71,7 @@ class Trainer:
 
     `create` and `resume` open a run folder and close everything at the end:
 
-        with Trainer.create(setup, run) as trainer:
+        with Trainer.create(setup, out, display) as trainer:
             trainer.run()
     """
 
@@ -86,18 +86,20 @@ class Trainer:
         self.state, self.learner, self.config = state, learner, config
         self.evaluator: AnyEvaluator = evaluator or NoEvaluator()
         self._recorder, self.stop = recorder, Stop()
+        self._schedule = Schedule(config.checkpoint_every, state.step)
+        self._clock, self._clock_step = time.perf_counter(), state.step
 
     # ------------------------------------------------------------------------------------------ one step
 
     def step(self) -> list[Row]:
         """Act, step every environment, store, learn; returns a row for each episode that ended."""
         config, state = self.config, self.state
-        action = self.act()
+        wait_for_action = self.start_acting()
         if config.overlap == "on":
             self.update_owed(NEVER)  # the updates owed from the step before run while the environments step
         left = config.steps - state.step  # in the last steps only some of the environments are active
         active = None if left >= config.num_envs else np.tile(np.arange(config.num_envs) < left, len(state.seeds))
-        collected = state.collector.collect(action(), active)
+        collected = state.collector.collect(wait_for_action(), active)
         self.learner.store(collected.transitions)
         state.step += min(left, config.num_envs)
         if config.train_freq == "step":
@@ -110,8 +112,8 @@ class Trainer:
             self.update_owed(self.stop)
         return rows
 
-    def act(self) -> Callable[[], Floats]:
-        """Random actions first, then the actor's with noise: (S, N, A) in [−1, 1], when called."""
+    def start_acting(self) -> Callable[[], Floats]:
+        """Random actions first, then the actor's with noise: a function that waits for them, (S, N, A) in [−1, 1]."""
         config, state = self.config, self.state
         random = config.random_steps - state.step
         if random <= 0:
@@ -129,10 +131,11 @@ class Trainer:
         together = config.train_freq == "step"  # all seeds owe the same number of updates
         for k in range(1 if together else len(state.seeds)):
             # From the whole count each time: 0.3 added up fifty times is not 15.
-            done, owed = int(state.updates[k]), floor(int(state.update_credit[k]) * config.updates_per_step + 1e-9)
-            if done == 0 and owed and not state.learner.memory.stored.all():
-                return  # nothing to sample yet; the updates stay owed
-            for update in range(done + 1, owed + 1):
+            done, due = int(state.updates[k]), floor(int(state.update_credit[k]) * config.updates_per_step + 1e-9)
+            stored = state.learner.memory.stored
+            if done == 0 and not (stored.all() if together else stored[k]):
+                continue  # nothing to sample yet; the updates stay owed
+            for update in range(done + 1, due + 1):
                 if stop.requested:
                     return
                 state.updates[slice(None) if together else k] = update
@@ -174,11 +177,9 @@ class Trainer:
         """
         self.stop = stop or Stop()
         state, checkpoints = self.state, self.recorder.checkpoints
-        self._schedule = Schedule(self.config.checkpoint_every, state.step)
-        self._clock, self._clock_step = time.perf_counter(), state.step
         if state.evaluated < 0:
             self.save()
-            checkpoints.wait()  # rows without any checkpoint are a sign that checkpoints were removed
+            checkpoints.wait()  # before any row: `resume` takes rows without a checkpoint for removed checkpoints
             if not self.config.eval_every:
                 state.evaluated = 0
         if state.pending_eval is not None:
@@ -210,11 +211,9 @@ class Trainer:
     def _next_due(self) -> int:
         """The next step to look up at; a real environment is watched at each step for the end of its episode."""
         state, config = self.state, self.config
-        due = [config.steps, state.step + (1 if config.real_env else MOST_STEPS)]
-        due += [(state.step // every + 1) * every for every in (config.log_every, config.eval_every) if every]
-        if self._schedule.steps:
-            due.append((state.step // self._schedule.steps + 1) * self._schedule.steps)
-        return min(due)
+        every = [n for n in (config.log_every, config.eval_every, self._schedule.steps) if n]
+        most = state.step + (1 if config.real_env else MAX_STEPS_BETWEEN_CHECKS)
+        return min(config.steps, most, *((state.step // n + 1) * n for n in every))
 
     def _between_steps(self) -> bool:
         """Log, evaluate and save what is due; False at the end."""
@@ -240,7 +239,7 @@ class Trainer:
         self._clock += time.perf_counter() - paused
         if self.stop.requested or last:
             return False
-        # Counted in steps, training waits for the disk, so that a crash never costs more; in seconds it does not wait.
+        # With --checkpoint-every in steps, training waits for the write, so a crash costs at most one interval.
         if not self.recorder.checkpoints.busy and self._schedule.due(state.step):
             self.save()
             if self._schedule.steps:
@@ -283,12 +282,13 @@ class Trainer:
         """The means since the last rows, one row a seed; null where there was no update."""
         state = self.state
         sums = {name: tensor.cpu().tolist() for name, tensor in state.learner.sums.items()}
-        critic, actor = (state.updates // n - state.updates_logged // n for n in (1, self.config.policy_delay))
-        rows: list[Row] = []
+        algorithm, rows = state.learner.algorithm, list[Row]()
         for k, seed in enumerate(state.seeds):
             row: dict[str, Any] = {"kind": "training", "step": state.step, "seed": seed}
+            updates = range(int(state.updates_logged[k]) + 1, int(state.updates[k]) + 1)
+            policy_steps = sum(algorithm.is_policy_step(update, self.config.policy_delay) for update in updates)
             for name, values in sums.items():
-                count = int((actor if name.startswith("actor") else critic)[k])
+                count = policy_steps if name in algorithm.POLICY_METRICS else len(updates)
                 row[name] = finite(values[k] / count) if count else None
             rows.append(row | {"steps_per_second": round(steps_per_second, 1)})
         for total in state.learner.sums.values():

@@ -27,7 +27,7 @@ def manifest(run, change):
     values = json.loads(path.read_text())
     values.pop("sha256")
     values = change(values) or values
-    path.write_text(json.dumps({"sha256": files._sum(values), **values}))
+    path.write_text(json.dumps(files.with_sum(values)))
 
 
 def written(path):
@@ -48,7 +48,7 @@ def config(run, **changes):
     """config.json with other values and its checksum put right."""
     path = Path(run) / "config.json"
     values = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"} | changes
-    path.write_text(json.dumps({"sha256": files._sum(values), **values}))
+    path.write_text(json.dumps(files.with_sum(values)))
 
 
 def metrics(run, change):

@@ -21,7 +21,7 @@ import torch
 from killed import SMALL
 
 import t3d
-from t3d import api, run_state
+from t3d import api, trainer
 from t3d.display import Display
 
 KNOBS = {**SMALL, "steps": 300, "seeds": (3, 5), "buffer_size": 200}
@@ -72,8 +72,9 @@ def values_of(path, said):
 
     def restore(state, *arguments):
         missed = RESTORE(state, *arguments)
-        saved = {name: tensor.numpy().tobytes() for name, tensor in run_state.saved(state).items()}
-        restored.append((saved, state.memory.rows[:, : int(state.memory.length[0])].numpy().tobytes()))
+        saved = {name: tensor.numpy().tobytes() for name, tensor in state.state_dict().items()}
+        memory = state.learner.memory
+        restored.append((saved, memory.rows[:, : int(memory.length[0])].numpy().tobytes()))
         return missed
 
     def agent():
@@ -90,7 +91,7 @@ def values_of(path, said):
         t3d.resume(path)
         return restored
 
-    run_state.restore = restore
+    trainer.restore = restore
     Display.say = lambda self, text: said.append(text)
     readers = {
         "config": lambda: t3d.Run.open(path).config,
@@ -107,11 +108,11 @@ def values_of(path, said):
             except t3d.T3DError as error:
                 said.append(f"refused: {error}")
     finally:
-        run_state.restore, Display.say = RESTORE, SAY
+        trainer.restore, Display.say = RESTORE, SAY
     return values
 
 
-RESTORE, SAY = run_state.restore, Display.say
+RESTORE, SAY = trainer.restore, Display.say
 
 
 def outcome(values, whole, said):
@@ -128,7 +129,7 @@ def outcome(values, whole, said):
 def trials(each, seed=0, kinds=KINDS):
     """A table: for each kind of file, how often which outcome came."""
     draw, table = random.Random(seed), {}
-    # FrameReplay are not what is looked at here.
+    # The figures of a run are not tested here.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(api, "draw", lambda run, say: None):
         source = Path(folder) / "source"
         make_folder(source)
@@ -136,6 +137,7 @@ def trials(each, seed=0, kinds=KINDS):
         shutil.copytree(source, spare)
         usual: list[str] = []
         whole = values_of(spare, usual)
+        assert whole["resume"]  # what was restored is compared too
         for kind in kinds:
             table[kind] = dict.fromkeys(OUTCOMES, 0)
             for number in range(each):

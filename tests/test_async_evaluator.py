@@ -18,15 +18,15 @@ from counter import Counter
 from killed import KNOBS, rows_of
 
 import t3d
-from t3d import networks
 from t3d.config import Config, resolve
 from t3d.display import Display
 from t3d.envs import env_factory
 from t3d.evaluate.async_evaluator import AsyncEvaluator, resolve_async_eval
 from t3d.evaluate.evaluator import Evaluation, Evaluator, PolicySnapshot
+from t3d.networks import MLP
 
 SMALL = {**KNOBS, "steps": 300, "eval_every": 100, "seeds": (3, 8), "eval_episodes": 2, "progress": False}
-GONE = r"there is no process for evaluations \({}.*\): they take turns with training."
+GONE = r"the evaluation subprocess is not available \({}.*\): evaluations pause training from now on."
 
 
 def evaluations(run):
@@ -81,17 +81,17 @@ def asked():
 
     def open_one(env, obs_dim=2):
         config = resolve(Config(**{**KNOBS, "steps": 100, "eval_episodes": 3}), "td3", "x", 2)
-        opened.append(AsyncEvaluator(env_factory(env), [3, 8], config, None))
-        return opened[-1], PolicySnapshot(networks.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
+        opened.append(AsyncEvaluator(env_factory(env), [3, 8], config, MLP))
+        return opened[-1], PolicySnapshot(MLP, MLP.init_actor(torch.tensor([3, 8]), obs_dim, 1, (8,), torch.float32))
 
     yield open_one
     for evaluator in opened:
         evaluator.close()
 
 
-def in_turns(env, policy_snapshot):
-    with closing(Evaluator(env_factory(env), [3, 8], 3, gamma=0.99)) as evaluator:
-        return evaluator.play(policy_snapshot)
+def in_turns(env, snapshot):
+    with closing(Evaluator(env_factory(env), [3, 8], Config(eval_episodes=3))) as evaluator:
+        return evaluator.run(snapshot)
 
 
 def never():
@@ -99,26 +99,26 @@ def never():
 
 
 def test_a_process_that_is_killed_is_done_without(asked):
-    evaluator, policy_snapshot = asked(Counter)
-    expected = in_turns(Counter, policy_snapshot)
-    evaluator.submit(policy_snapshot)
-    assert (evaluator.result(policy_snapshot, never).returns == expected.returns).all()
+    evaluator, snapshot = asked(Counter)
+    expected = in_turns(Counter, snapshot)
+    evaluator.submit(snapshot)
+    assert (evaluator.result(snapshot, never).returns == expected.returns).all()
     evaluator._process.kill()
     evaluator._process.wait()
     with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
-        evaluator.submit(policy_snapshot)
+        evaluator.submit(snapshot)
     for _ in range(2):
-        evaluation = evaluator.result(policy_snapshot, never)
+        evaluation = evaluator.result(snapshot, never)
         assert (evaluation.returns == expected.returns).all() and (evaluation.lengths == 10).all()
-        evaluator.submit(policy_snapshot)
+        evaluator.submit(snapshot)
 
 
 def test_who_is_told_to_stop_does_not_begin_to_play_instead(asked):
-    evaluator, policy_snapshot = asked(Counter)
+    evaluator, snapshot = asked(Counter)
     evaluator._process.kill()
     with pytest.warns(UserWarning, match=GONE.format("it ended with exit code -9")):
-        assert evaluator.result(policy_snapshot, lambda: True) is None
-    assert evaluator._instead is None
+        assert evaluator.result(snapshot, lambda: True) is None
+    assert evaluator._fallback is None
 
 
 def test_an_environment_that_cannot_be_sent(asked):
@@ -129,9 +129,9 @@ def test_an_environment_that_cannot_be_sent(asked):
             return Counter()
 
     with pytest.warns(UserWarning, match=GONE.format("TypeError: cannot pickle")):
-        evaluator, policy_snapshot = asked(locked)
-    evaluator.submit(policy_snapshot)
-    assert (evaluator.result(policy_snapshot, never).returns == in_turns(Counter, policy_snapshot).returns).all()
+        evaluator, snapshot = asked(locked)
+    evaluator.submit(snapshot)
+    assert (evaluator.result(snapshot, never).returns == in_turns(Counter, snapshot).returns).all()
 
 
 class Poisoned(Counter):
@@ -141,13 +141,13 @@ class Poisoned(Counter):
 
 
 def test_what_goes_wrong_there_is_said_here(asked):
-    evaluator, policy_snapshot = asked(Poisoned)
-    evaluator.submit(policy_snapshot)
+    evaluator, snapshot = asked(Poisoned)
+    evaluator.submit(snapshot)
     with (
         pytest.warns(UserWarning, match=GONE.format("EnvError: Poisoned.*the reward is nan")),
         pytest.raises(t3d.T3DError, match="the reward is nan"),
     ):
-        evaluator.result(policy_snapshot, never)
+        evaluator.result(snapshot, never)
 
 
 class Slow(Counter):
@@ -161,12 +161,12 @@ class Slow(Counter):
 
 
 def test_it_can_be_told_to_stop_and_looked_at(asked):
-    evaluator, policy_snapshot = asked(Slow)
-    evaluator.submit(policy_snapshot)
-    assert evaluator.poll() is None and evaluator.result(policy_snapshot, lambda: True) is None
-    evaluation = evaluator.result(policy_snapshot, never)
+    evaluator, snapshot = asked(Slow)
+    evaluator.submit(snapshot)
+    assert evaluator.poll() is None and evaluator.result(snapshot, lambda: True) is None
+    evaluation = evaluator.result(snapshot, never)
     assert evaluator.poll() is evaluation and (evaluation.lengths == 10).all()
-    evaluator.submit(policy_snapshot)
+    evaluator.submit(snapshot)
     assert evaluator.poll() is None  # not the one before
 
 
@@ -187,12 +187,12 @@ ORPHAN = """
 import sys, time
 sys.path[:0] = [{tests!r}]
 import torch
-from test_beside import AsyncEvaluator, Config, KNOBS, PolicySnapshot, Slow, networks, env_factory, settle
-config = settle(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", "x", 1)
-evaluator = AsyncEvaluator(env_factory(Slow, {{"seconds": 0.5}}), [3], config, None)
-evaluator.ask(PolicySnapshot(networks.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
+from test_async_evaluator import KNOBS, MLP, AsyncEvaluator, Config, PolicySnapshot, Slow, env_factory, resolve
+config = resolve(Config(**{{**KNOBS, "steps": 100, "eval_episodes": 3}}), "td3", "x", 1)
+evaluator = AsyncEvaluator(env_factory(Slow, {{"seconds": 0.5}}), [3], config, MLP)
+evaluator.submit(PolicySnapshot(MLP, MLP.init_actor(torch.tensor([3]), 2, 1, (8,), torch.float32)))
 print(evaluator._process.pid, flush=True)
-evaluator.answer(None, lambda: False)
+evaluator.result(None, lambda: False)
 """
 
 

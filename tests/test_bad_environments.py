@@ -16,8 +16,8 @@ import torch
 from gymnasium import spaces
 
 import t3d
-from t3d import T3DError, run_state
-from t3d.agent import tensors
+from t3d import T3DError, trainer
+from t3d.state_dict import tensors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -134,13 +134,8 @@ CASES = [
 
 def outcome(env, folder, monkeypatch):
     """What came of training on it, and the numbers that are not finite in memory and weights."""
-    seen, begin = [], run_state.begin
-
-    def noting(*arguments):
-        seen.append(begin(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(run_state, "begin", noting)
+    seen, create = [], trainer.create_state
+    monkeypatch.setattr(trainer, "create_state", lambda setup: seen.append(create(setup)) or seen[-1])
     settings = {
         "steps": 60,
         "random_steps": 20,
@@ -156,9 +151,10 @@ def outcome(env, folder, monkeypatch):
         said = str(error)
     bad = 0
     for state in seen:
-        stored = state.memory.rows[0, : int(state.memory.length[0])]
+        memory = state.learner.memory
+        stored = memory.rows[0, : int(memory.length[0])]
         bad += int((~torch.isfinite(stored)).sum())
-        bad += sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors(state.agent).values())
+        bad += sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors(state.learner.agent).values())
     return said, bad, seen
 
 
@@ -170,7 +166,8 @@ def test_bad_environments(env, sentence, tmp_path, monkeypatch):
     assert bad == 0
     assert re.search(sentence, said) if sentence else said == ""
     if env is Unstable:
-        assert states[0].envs.cut > 0 and states[0].memory.stored[0] == 60 - states[0].envs.cut
+        cut = states[0].collector.envs.cut
+        assert cut > 0 and states[0].learner.memory.stored[0] == 60 - cut
 
 
 if __name__ == "__main__":

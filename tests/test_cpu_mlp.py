@@ -6,6 +6,7 @@ import torch
 
 from t3d import networks
 from t3d.learners import cpu_mlp
+from t3d.torch_private import has_avx512_bf16
 
 if not cpu_mlp.fits((64, 64)):
     pytest.skip("this processor has no 512-bit vectors", allow_module_level=True)
@@ -24,7 +25,7 @@ def test_it_is_the_function_it_stands_for(lead, sizes, batch):
     assert max(by_hand.errors(cpu_mlp.mlp("fp32"), by_hand.parameters(lead, sizes), x)) < 2e-6
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this processor has no bfloat16")
+@pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16")
 @pytest.mark.parametrize("lead, sizes, batch", SHAPES)
 def test_bfloat16_rounds_what_is_multiplied_and_nothing_else(lead, sizes, batch):
     weights, x = by_hand.parameters(lead, sizes, bias=10.0), torch.randn(lead[-1], batch, sizes[0])

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import t3d
-from t3d import agent as agents
-from t3d import networks
+from t3d import steps
 from t3d.custom_network import from_module
-from t3d.replay import Replay
+from t3d.networks import MLP
+from t3d.replay import Replay, Transitions
 from t3d.rng import Purpose
+from t3d.state_dict import tensors
 from t3d.steps import Hyperparameters, init_agent
 
 KNOBS = {"hidden": (16, 8), "batch_size": 16, "eval_episodes": 2, "eval_every": 150, "device": "cpu", "progress": False}
@@ -46,24 +47,21 @@ class Module(nn.Module):
 def test_it_learns_exactly_what_the_packages_network_does():
     """The same weights in both: after updates of actor and critics they are still the same."""
     seeds = torch.tensor([3, 8])
-    pair = t3d.Network(init, apply)
-    with networks.using(pair):
-        own = init_agent(seeds, 4, 2, (16, 8), torch.float64)
+    own = init_agent(seeds, 4, 2, (16, 8), torch.float64, t3d.Network(init, apply).networks())
     plain = init_agent(seeds, 4, 2, (16, 8), torch.float64)
     for name in ("actor", "target_actor", "critic", "target_critic"):
         for key, tensor in getattr(plain, name).items():
             theirs = getattr(own, name)[{"w": "weight", "b": "bias"}[key[0]] + key[1]]
             tensor.copy_(theirs.reshape(tensor.shape))
-    memory = Replay(2, 100, 4, 2, torch.float64)
+    memory = Replay(2, 100, 4, 2, dtype=torch.float64)
     source = np.random.default_rng(0)
     shape = (2, 60)
     obs, next_obs = source.normal(size=(2, *shape, 4))
     action, reward = source.uniform(-1, 1, (*shape, 2)), source.normal(size=shape)
-    memory.add(obs, action, reward, next_obs, np.zeros(shape), np.ones(shape), np.ones(shape, bool))
+    memory.add(Transitions(obs, action, reward, next_obs, np.zeros(shape), np.ones(shape), np.ones(shape, bool)))
     for update in range(1, 7):
-        with networks.using(pair):
-            agents.update(own, memory, 16, Hyperparameters(), update % 2 == 0)
-        agents.update(plain, memory, 16, Hyperparameters(), update % 2 == 0)
+        for agent in (own, plain):
+            steps.update(memory, agent, Hyperparameters(), 16, update % 2 == 0)
     for name in ("actor", "target_actor", "critic", "target_critic"):
         for key, tensor in getattr(plain, name).items():
             theirs = getattr(own, name)[{"w": "weight", "b": "bias"}[key[0]] + key[1]]
@@ -98,29 +96,44 @@ def test_it_is_trained_saved_loaded_and_resumed(network, tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_a_network_is_in_use_where_it_was_said_and_nowhere_else():
-    pair, seen = t3d.Network(init, apply), {}
+def test_agents_with_different_networks_learn_side_by_side():
+    """In turns and in threads as alone: each agent carries its own networks."""
+    kinds = {"MLP": MLP, "functions": t3d.Network(init, apply).networks(), "module": from_module(Module).networks()}
+    memory, source = Replay(2, 60, 4, 2), np.random.default_rng(0)
+    obs, next_obs = source.normal(size=(2, 2, 60, 4))
+    action, reward = source.uniform(-1, 1, (2, 60, 2)), source.normal(size=(2, 60))
+    ones = np.ones((2, 60), bool)
+    memory.add(Transitions(obs, action, reward, next_obs, ~ones, ones, ones))
 
-    def elsewhere():
-        seen["elsewhere"] = networks.current()
+    def agents():
+        return {name: init_agent(torch.tensor([3, 8]), 4, 2, (16, 8), networks=kind) for name, kind in kinds.items()}
 
-    with networks.using(pair):
-        thread = threading.Thread(target=elsewhere)
+    def learn(agent, updates):
+        for update in updates:
+            steps.update(memory, agent, Hyperparameters(), 16, update % 2 == 0)
+
+    alone, in_turns, in_threads = agents(), agents(), agents()
+    for agent in alone.values():
+        learn(agent, range(1, 9))
+    for update in range(1, 9):
+        for agent in in_turns.values():
+            learn(agent, [update])
+    threads = [threading.Thread(target=learn, args=(agent, range(1, 9))) for agent in in_threads.values()]
+    for thread in threads:
         thread.start()
+    for thread in threads:
         thread.join()
-        with networks.using(None):  # a policy of the package's, used by somebody inside
-            seen["inside"] = networks.current()
-        seen["after"] = networks.current()
-    assert seen == {"elsewhere": networks.MLP, "inside": networks.MLP, "after": pair}
-    assert networks.current() is networks.MLP
+    for name, agent in alone.items():
+        assert agent.networks is kinds[name] and agent.updates.tolist() == [8, 8]
+        for other in (in_turns[name], in_threads[name]):
+            assert all(torch.equal(tensor, tensors(other)[key]) for key, tensor in tensors(agent).items())
 
 
 def test_one_network_serves_several_sizes():
-    pair = t3d.Network(init, apply)
+    networks = t3d.Network(init, apply).networks()
     for hidden in ((16, 8), (8, 16)):
-        with networks.using(pair):
-            agent = init_agent(torch.tensor([1]), 3, 2, hidden)
-            assert networks.actor(agent.actor, torch.zeros(1, 5, 3)).shape == (1, 5, 2)
+        agent = init_agent(torch.tensor([1]), 3, 2, hidden, networks=networks)
+        assert networks.actor(agent.actor, torch.zeros(1, 5, 3)).shape == (1, 5, 2)
 
 
 def test_what_is_no_network_is_said(tmp_path):

@@ -10,11 +10,12 @@ import pytest
 from killed import SMALL, end_of
 
 import t3d
-from t3d import T3DError, trainer
+from t3d import T3DError
 from t3d.cli import main
 from t3d.runs import checkpoints
 from t3d.runs.folder import Run
 from t3d.runs.metrics import Metrics
+from t3d.trainer import Trainer
 
 KNOBS = {**SMALL, "steps": 300}
 
@@ -136,14 +137,14 @@ def test_more_steps_are_written_with_a_checksum(run):
 
 def during(monkeypatch, step, change):
     """Do something to the folder when a run has come to a step."""
-    turn = trainer.turn
+    one_step = Trainer.step
 
-    def changed(state, config, learner):
-        if state.step == step:
+    def changed(self):
+        if self.state.step == step:
             change()
-        return turn(state, config, learner)
+        return one_step(self)
 
-    monkeypatch.setattr(trainer, "turn", changed)
+    monkeypatch.setattr(Trainer, "step", changed)
 
 
 def test_a_segment_lost_during_a_run_is_said_and_written_again(tmp_path, monkeypatch, capsys):

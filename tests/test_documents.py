@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from t3d import T3D, Actor, Critic, ReplayBuffer, T3DError, run_state
-from t3d.agent import tensors
+from t3d import T3D, Actor, Critic, ReplayBuffer, T3DError
+from t3d.state_dict import tensors
 
 
 def filled_buffer(count=300, state_dim=3, action_dim=2, max_size=1e6):
@@ -21,7 +21,7 @@ def filled_buffer(count=300, state_dim=3, action_dim=2, max_size=1e6):
 
 def test_buffer_shapes_and_fields():
     states, next_states, actions, rewards, dones = filled_buffer().sample(7)
-    assert run_state.shape == next_states.shape == (7, 3) and actions.shape == (7, 2)
+    assert states.shape == next_states.shape == (7, 3) and actions.shape == (7, 2)
     assert rewards.shape == dones.shape == (7, 1)
     assert all(isinstance(part, np.ndarray) for part in (states, next_states, actions, rewards, dones))
     assert ((rewards % 5 == 0) == (dones == 1)).all()

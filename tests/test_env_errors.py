@@ -21,9 +21,13 @@ from killed import SMALL, end_of
 from test_bad_environments import NAN, Good, after_seven
 
 import t3d
-from t3d import T3DError, rng, run_state
+from t3d import T3DError, rng, trainer
 from t3d.cli import main
+from t3d.config import Config, resolve
+from t3d.envs import env_factory
 from t3d.rng import Purpose
+from t3d.run_state import RunSetup, create_state
+from t3d.trainer import Trainer
 
 KNOBS = {**SMALL, "steps": 200, "eval_every": 100, "batch_size": 4}
 
@@ -56,7 +60,7 @@ def test_an_evaluation_survives_its_worker(how, settings, undisturbed, tmp_path,
         assert ours.card == replace(theirs.card, run=run.identity)
         assert all(torch.equal(tensor, theirs.parameters[name]) for name, tensor in ours.parameters.items())
     said = capsys.readouterr().out
-    again = sum(map(int, re.findall(r"(\d+) episodes were begun again from their seeds", said)))
+    again = sum(map(int, re.findall(r"(\d+) episodes were restarted from their seeds", said)))
     assert again == 4  # it, and the one that lives in the same process, twice
 
 
@@ -109,14 +113,10 @@ def test_a_worker_that_ends_in_reset_is_replaced(tmp_path):
 
 
 def test_one_that_is_given_up_has_saved_the_run(tmp_path, monkeypatch):
-    file, advance = tmp_path / "now", t3d.display.Display.advance
-    monkeypatch.setattr(
-        t3d.display.Display,
-        "advance",
-        lambda self, step, lost: (step == 95 and file.touch(), advance(self, step, lost)),
-    )
+    file, step = tmp_path / "now", Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self: (self.state.step == 95 and file.touch(), step(self))[1])
     args = {"env_args": {"file": str(file)}, "workers": 1, "on_env_error": "cut"}
-    with pytest.raises(T3DError, match=r"died or hung 5 times in a row.*All before it is saved"):
+    with pytest.raises(T3DError, match=r"died or hung 5 times in a row.*The run up to the failed step is saved"):
         t3d.train(NeverBegins, out=tmp_path / "run", **args, **{**KNOBS, "eval_every": 0})
     assert end_of(tmp_path / "run")[0] == 100  # the last step of an episode, whose reset failed
     file.unlink()
@@ -250,7 +250,10 @@ def test_a_failing_step_is_told_saved_and_passed(kind, what, tmp_path):
     assert "environment 0 of seed 0, at step 16 of the run" in said and "episode 1, step 7" in said
     action = env.noted[-1]
     assert f"the last action [{action[0].item()}" in said and "observation [6.0" in said
-    assert "All before it is saved" in said and f"t3d.resume({str(path)!r}, env=…, on_env_error='cut')" in said
+    assert (
+        "The run up to the failed step is saved" in said
+        and f"t3d.resume({str(path)!r}, env=…, on_env_error='cut')" in said
+    )
     report = (path / "errors" / "step-16-0.txt").read_text()
     assert "global step: 16" in report and "last action: [" in report and "episode: 1" in report
     if isinstance(kind, BaseException):
@@ -262,17 +265,17 @@ def test_a_failing_step_is_told_saved_and_passed(kind, what, tmp_path):
 
 
 def test_cut_ends_the_episode_and_makes_the_environment_anew(tmp_path, monkeypatch, capsys):
-    env, states_seen, begin = fails_in([3, 8], ZeroDivisionError("x")), [], run_state.begin
-    monkeypatch.setattr(run_state, "begin", lambda *a: states_seen.append(begin(*a)) or states_seen[-1])
+    env, states_seen, create = fails_in([3, 8], ZeroDivisionError("x")), [], trainer.create_state
+    monkeypatch.setattr(trainer, "create_state", lambda setup: states_seen.append(create(setup)) or states_seen[-1])
     settings = {**KNOBS, "eval_every": 0, "progress": True, "on_env_error": "cut"}
     run = t3d.train(env, out=tmp_path / "run", **settings)
     said = capsys.readouterr().out
-    assert "Its episode is cut, the 1st because of an error." in said and "the 2nd because" in said
+    assert "Its episode is cut. Errors so far: 1." in said and "Its episode is cut. Errors so far: 2." in said
     assert "2 steps of environments failed, and their episodes were cut" in said
     assert env.made == 3  # one, and two anew
-    state = states_seen[0]
-    stored = state.memory.rows[0, : int(state.memory.length[0])].numpy()
-    assert len(stored) == 198 and state.env_errors == 2
+    memory = states_seen[0].learner.memory
+    stored = memory.rows[0, : int(memory.length[0])].numpy()
+    assert len(stored) == 198 and states_seen[0].collector.env_errors == 2
     obs, after, terminated = stored[:, 0], stored[:, 4], stored[:, 7]
     cut = np.flatnonzero((after == 6) & (obs == 5))
     assert not terminated[cut].any() and (after != 7).sum() >= 178  # six steps of it, and the seventh nowhere
@@ -327,7 +330,7 @@ def test_in_workers_a_failing_step_is_cut_too(tmp_path, capsys):
         **settings,
     )  # fmt: skip
     said = capsys.readouterr().out
-    assert "ZeroDivisionError: so told" in said and "Its episode is cut, the 1st because of an error." in said
+    assert "ZeroDivisionError: so told" in said and "Its episode is cut. Errors so far: 1." in said
     assert run.metrics[-1]["step"] == 200
 
 
@@ -369,7 +372,8 @@ def test_a_run_with_cut_episodes_resumes_bit_for_bit(tmp_path):
     t3d.train(Fails, out=path, **{**settings, "steps": 152})
     t3d.resume(path, steps=300, env=Fails, progress=False)
     assert end_of(path)[2] == end_of(whole.path)[2]
-    assert end_of(path)[1]["env_errors"] == end_of(whole.path)[1]["env_errors"] != torch.tensor(0).numpy().tobytes()
+    ours, theirs = (end_of(folder)[1]["collector.env_errors"] for folder in (path, whole.path))
+    assert ours == theirs != torch.tensor(0).numpy().tobytes()
 
 
 # ---------------------------------------------------------------------------- what environments may not return
@@ -478,16 +482,16 @@ def test_vector_environments_that_fail_are_sentences(change, sentence, cut, tmp_
 
 
 @pytest.mark.parametrize("count", [3, 7, 16])
-def test_random_steps_are_exact(count, monkeypatch):
+def test_random_steps_are_exact(count):
     """Whatever the number of environments, so many actions are random and the next one is the actor's."""
-    from test_trainer import begin
-
-    state, config = begin(num_envs=count, random_steps=20, steps=200)
+    config = Config(num_envs=count, random_steps=20, steps=200, hidden=(16, 16), batch_size=8, device="cpu", threads=1)
+    config = resolve(config, "td3", "Good", 1)
+    state = create_state(RunSetup(env_factory(Good), [0], config))
     actor = np.full((1, count, 2), 9.0, np.float32)
-    learner = type("Learner", (), {"explore": lambda self, obs, step: lambda: actor})()
-    drawn = 0
+    learner = type("Learner", (), {"act": lambda self, obs, step: lambda: actor})()
+    training, drawn = Trainer(state, learner, config), 0
     for state.step in range(0, 60, count):
-        action = t3d.trainer.act(state, config, learner)()
+        action = training.start_acting()()
         drawn += int((action[..., 0] != 9).sum())
     assert drawn == 20
     state.close()

@@ -1,6 +1,6 @@
 """Files that earlier releases wrote are still read. Every release adds its own folder to tests/fixtures/.
 
-    python tests/test_formats.py        writes tests/fixtures/VERSION, if it is not there
+python tests/test_formats.py        writes tests/fixtures/VERSION, if it is not there
 """
 
 import json

@@ -1,6 +1,6 @@
 """[step 1] Transitions that are stored again with goals that were reached.
 
-python tests/test_goals.py      the goal task with relabelling and without, three seeds each
+python tests/test_hindsight.py      the goal task with relabelling and without, three seeds each
 """
 
 import sys
@@ -12,11 +12,11 @@ import pytest
 from scripted import Reach
 
 import t3d
-from t3d import run_state, trainer
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
 from t3d.hindsight import Hindsight
-from t3d.learners import accelerate
+from t3d.run_state import RunSetup, cut_episodes
+from t3d.trainer import Trainer
 
 # achieved_goal, desired_goal, observation: Gymnasium sorts the keys of a Dict.
 ACHIEVED, DESIRED = slice(0, 2), slice(2, 4)
@@ -27,17 +27,17 @@ def begin(**settings):
         hidden=(8, 8), batch_size=8, device="cpu", threads=1, **{"steps": 300, "random_steps": 200, **settings}
     )
     config = resolve(config, "td3", "Reach", 2)
-    state = run_state.begin(env_factory(Reach), [3, 5], config)
-    return state, config, accelerate(state.agent, state.memory, state.sums, config)
+    return Trainer.in_memory(RunSetup(env_factory(Reach), [3, 5], config))
 
 
 @pytest.mark.parametrize("envs", [1, 3])
 def test_every_row_comes_back_with_goals_that_were_reached_later(envs):
-    state, config, learner = begin(her=4, num_envs=envs)
+    trainer = begin(her=4, num_envs=envs)
+    state, memory = trainer.state, trainer.state.learner.memory
     for _ in range(2 * Reach.limit):
-        trainer.turn(state, config, learner)
-    assert state.memory.stored.tolist() == [envs * 2 * Reach.limit * 5] * 2 and state.step == envs * 2 * Reach.limit
-    rows = state.memory.rows[0, : int(state.memory.length[0])].numpy()
+        trainer.step()
+    assert memory.stored.tolist() == [envs * 2 * Reach.limit * 5] * 2 and state.step == envs * 2 * Reach.limit
+    rows = memory.rows[0, : int(memory.length[0])].numpy()
     real, extra = rows[: envs * Reach.limit], rows[envs * Reach.limit :][: 4 * envs * Reach.limit]
     task = Reach()
     for i in range(envs):
@@ -61,11 +61,10 @@ def test_every_row_comes_back_with_goals_that_were_reached_later(envs):
 def test_updates_count_real_steps():
     run = {}
     for count in (0, 4):
-        state, config, learner = begin(her=count, steps=120, random_steps=60)
+        trainer = begin(her=count, steps=120, random_steps=60)
         for _ in range(120):
-            trainer.turn(state, config, learner)
-            trainer.learn_owed(state, config, learner)
-        run[count] = state.updates.tolist()
+            trainer.step()
+        run[count] = trainer.state.updates.tolist()
     assert run[0] == run[4] == [60, 60]
 
 
@@ -115,12 +114,13 @@ def test_rewards_that_cannot_be_had_again_are_refused(compute_reward, sentence, 
 
 
 def test_what_was_reached_before_a_cut_is_relabelled_too():
-    state, config, learner = begin(her=2)
+    trainer = begin(her=2)
     for _ in range(4):
-        trainer.turn(state, config, learner)
-    before = state.memory.stored.copy()
-    run_state.cut_episodes(state, np.array([[True], [False]]), state.obs)
-    assert (state.memory.stored - before).tolist() == [4 * 2, 0] and state.episode_length.tolist() == [[0], [4]]
+        trainer.step()
+    collector, memory = trainer.state.collector, trainer.state.learner.memory
+    before = memory.stored.copy()
+    cut_episodes(trainer.state, np.array([[True], [False]]), collector.obs)
+    assert (memory.stored - before).tolist() == [4 * 2, 0] and collector.episode_length.tolist() == [[0], [4]]
 
 
 def learned(count, seeds, steps, folder):

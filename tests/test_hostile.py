@@ -18,6 +18,7 @@ import t3d
 from t3d import T3DError, files
 from t3d.cli import main
 from t3d.runs.folder import Run
+from t3d.trainer import Trainer
 
 KNOBS = {**SMALL, "steps": 150}
 pytestmark = pytest.mark.filterwarnings("ignore::t3d.errors.T3DWarning")  # of images that cannot be drawn there
@@ -266,34 +267,35 @@ def filled(name, value, dtype=None):
     return change
 
 
+ACTOR, LENGTH, ACTIONS = "learner.agent.actor.w1", "collector.episode_length", "collector.actions.steps"
 STATES = {
-    "an episode of 10^15 steps": filled("episode_length", 10**15),
+    "an episode of 10^15 steps": filled(LENGTH, 10**15),
     "a negative step": filled("step", -1),
     "an endless step": filled("step", 2**60),
-    "NaN in the actor": filled("agent.actor.w1", float("nan")),
-    "infinity in a target": filled("agent.target_critic.w2", float("inf")),
-    "infinity in Adam": filled("agent.critic_adam.v.w2", float("inf")),
+    "NaN in the actor": filled(ACTOR, float("nan")),
+    "infinity in a target": filled("learner.agent.target_critic.w2", float("inf")),
+    "infinity in Adam": filled("learner.agent.critic_adam.v.w2", float("inf")),
     "negative updates": filled("updates", -1),
-    "negative episodes": filled("envs.episodes", -3),
-    "more waiting than n": filled("n_step_buffer.pending", 1000),
+    "negative episodes": filled("collector.episodes", -3),
+    "more waiting than n": filled("collector.n_step.pending", 1000),
     "other seeds": filled("seeds", 9),
-    "other rows": filled("memory.stored", 3),
-    "weights of another type": lambda state: state.update({"agent.actor.w1": state["agent.actor.w1"].to(torch.int32)}),
-    "counts of another type": filled("episode_length", 1, torch.float64),
-    "half weights": filled("agent.actor.w1", 0.5, torch.float16),
-    "a byte for weights": filled("agent.actor.w1", 1, torch.uint8),
-    "bfloat16": filled("agent.actor.w1", 1, torch.bfloat16),
-    "weights of another shape": lambda state: state.update({"agent.actor.w1": torch.zeros(1, 3, 9)}),
+    "other rows": filled("learner.memory.stored", 3),
+    "weights of another type": lambda state: state.update({ACTOR: state[ACTOR].to(torch.int32)}),
+    "counts of another type": filled(LENGTH, 1, torch.float64),
+    "half weights": filled(ACTOR, 0.5, torch.float16),
+    "a byte for weights": filled(ACTOR, 1, torch.uint8),
+    "bfloat16": filled(ACTOR, 1, torch.bfloat16),
+    "weights of another shape": lambda state: state.update({ACTOR: torch.zeros(1, 3, 9)}),
     "a name too many": lambda state: state.update(extra=torch.zeros(3)),
-    "a name too few": lambda state: state.pop("obs"),
-    "a tape of another shape": lambda state: state.update(episode_actions=torch.zeros(5, 9)),
-    "a tape that is too short": lambda state: state.update(episode_actions=state["episode_actions"][:3]),
-    "a tape of nothing, endless": lambda state: state.update(episode_actions=torch.zeros(10**13, 0, 1, 1)),
-    "a tape without an end": lambda state: state.update(episode_actions=torch.zeros(0, 1, 1, 1)),
+    "a name too few": lambda state: state.pop("collector.obs"),
+    "a tape of another shape": lambda state: state.update({ACTIONS: torch.zeros(5, 9)}),
+    "a tape that is too short": lambda state: state.update({ACTIONS: state[ACTIONS][:3]}),
+    "a tape of nothing, endless": lambda state: state.update({ACTIONS: torch.zeros(10**13, 0, 1, 1)}),
+    "a tape without an end": lambda state: state.update({ACTIONS: torch.zeros(0, 1, 1, 1)}),
     "another step": filled("step", 140),
     "counts beyond 2^53": filled("updates", 2**60),
     "a longer episode than there is": lambda state: state.update(
-        episode_length=torch.full_like(state["episode_length"], 201), episode_actions=torch.zeros(201, 1, 1, 1)
+        {LENGTH: torch.full_like(state[LENGTH], 201), ACTIONS: torch.zeros(201, 1, 1, 1)}
     ),
 }
 
@@ -587,15 +589,15 @@ def test_cards_of_other_types_are_sentences(change, run):
 
 
 def test_a_run_folder_that_is_replaced_is_noticed(tmp_path, victim, monkeypatch):
-    path, before, turn = tmp_path / "run", tree(victim), t3d.trainer.turn
+    path, before, step = tmp_path / "run", tree(victim), Trainer.step
 
-    def swapped(state, *arguments):
-        if state.step == 60:
+    def swapped(self):
+        if self.state.step == 60:
             path.rename(tmp_path / "moved")
             path.symlink_to(victim)
-        return turn(state, *arguments)
+        return step(self)
 
-    monkeypatch.setattr(t3d.trainer, "turn", swapped)
+    monkeypatch.setattr(Trainer, "step", swapped)
     with pytest.raises(T3DError, match="is a different folder than before: it was moved or replaced"):
         t3d.train("Pendulum-v1", out=path, **KNOBS)
     assert tree(victim) == before
@@ -609,9 +611,9 @@ def test_seeds_that_are_not_asked_for_take_no_memory(pair, tmp_path, monkeypatch
 
 
 def test_evaluate_starts_no_more_processes_than_cores(pair, tmp_path, monkeypatch):
-    path, started, here = tmp_path / "run", [], t3d.cli.local_evaluator
+    path, started, evaluator = tmp_path / "run", [], t3d.cli.Evaluator
     t3d.train("Pendulum-v1", out=path, workers=40, **{**KNOBS, "eval_every": 0, "steps": 30})
-    monkeypatch.setattr(t3d.cli, "local_evaluator", lambda s, n, c: started.append(c.workers) or here(s, n, c))
+    monkeypatch.setattr(t3d.cli, "Evaluator", lambda f, s, c: started.append(c.workers) or evaluator(f, s, c))
     main(["evaluate", str(path), "--episodes", "1"])
     assert started == [min(40, t3d.limits.cores())]
 

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "t3d"
 ORDER = [
     "errors", "files", "limits", "layout", "state_dict", "rng", "networks", "custom_network", "optim", "normalizer",
     "replay", "pixels", "nstep", "episode_log", "steps", "agent", "algorithm", "documents", "torch_private", "options",
-    "config", "learners", "envs", "hindsight", "collector", "policy", "evaluate", "runs", "run_state", "display", "recorder",
-    "trainer", "api", "bench", "__init__", "cli", "__main__",
+    "config", "learners", "envs", "hindsight", "collector", "policy", "evaluate", "runs", "run_state", "display",
+    "recorder", "trainer", "api", "bench", "__init__", "cli", "__main__",
 ]  # fmt: skip
 
 # What a file imports for its annotations alone, from below it: only under `if TYPE_CHECKING`.

@@ -15,14 +15,17 @@ from oracle import Oracle, layers_of
 from test_oracle import assert_equal
 
 import t3d
-from t3d import agent as agents
-from t3d import networks
-from t3d.agent import one_seed, tensors
+from t3d import networks, steps
+from t3d.agent import explore, one_seed
 from t3d.config import Config, resolve
-from t3d.learners import CannotCompile, accelerate
-from t3d.learners.cudagraph import first_working
-from t3d.replay import Normalizer, Replay, Transitions
+from t3d.learners import CannotCompile, LearnerState, make_learner
+from t3d.learners.compiled import first_working
+from t3d.networks import MLP, Networks
+from t3d.normalizer import Scaling
+from t3d.replay import Replay, Transitions
+from t3d.state_dict import tensors, with_tensors
 from t3d.steps import init_agent
+from t3d.torch_private import has_avx512_bf16
 
 OBS, ACTION, BATCH, HIDDEN, SEEDS = 5, 2, 32, (24, 16), [7, 3]
 CONFIG = Config(
@@ -45,20 +48,20 @@ def filled_memory(device="cpu", normalize=False):
     obs, next_obs = source.normal(size=(2, *shape, OBS))
     action, reward = source.uniform(-1, 1, (*shape, ACTION)), source.normal(size=shape)
     terminated, span = source.random(shape) < 0.3, source.integers(1, 4, shape)
-    memory.add(obs, action, reward, next_obs, terminated, span, np.ones(shape, bool))
+    memory.add(Transitions(obs, action, reward, next_obs, terminated, span, np.ones(shape, bool)))
     return memory
 
 
 def learner_of(agent, memory, config):
-    sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in ("critic_loss", "q_mean", "actor_loss")}
+    sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in steps.METRICS}
     try:
-        return accelerate(agent, memory, sums, config), sums
+        return make_learner(LearnerState(agent, memory, sums), config), sums
     except CannotCompile as error:
         pytest.skip(str(error))
 
 
 def on_cpu(agent):
-    return agents.with_tensors(agent, {name: tensor.cpu() for name, tensor in tensors(agent).items()})
+    return with_tensors(agent, {name: tensor.cpu() for name, tensor in tensors(agent).items()})
 
 
 def oracle_of(agent):
@@ -70,7 +73,8 @@ def oracle_of(agent):
 @MODES
 def test_fifty_updates_agree_with_the_oracle(mode, device, train_freq):
     whole = train_freq == "step"  # with normalised observations; by themselves with normalised layers
-    agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN, normalized=not whole)
+    networks = MLP if whole else Networks(critic_norm=True)
+    agent = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN, networks=networks)
     memory = filled_memory(device, normalize=whole)
     config = replace(CONFIG, accelerate=mode, device=device, train_freq=train_freq)
     learner, sums = learner_of(agent, memory, config)
@@ -80,7 +84,7 @@ def test_fifty_updates_agree_with_the_oracle(mode, device, train_freq):
         torch.equal(tensor, before[name]) for name, tensor in tensors(agent).items()
     )  # getting ready changes none
     for update in range(1, 51):
-        bits, noise = agents.draw(agent, BATCH, ACTION)
+        bits, noise = steps.draw(agent, BATCH, ACTION)
         batch = memory.sample(bits, config.gamma)
         for k, oracle in enumerate(oracles):
             parts = (batch.obs, batch.action, batch.reward, batch.next_obs, batch.terminated, noise, batch.discount)
@@ -97,12 +101,12 @@ def test_fifty_updates_agree_with_the_oracle(mode, device, train_freq):
 def test_exploring_is_the_same_in_every_mode(mode, device):
     agent, memory = init_agent(torch.tensor(SEEDS, device=device), OBS, ACTION, HIDDEN), filled_memory(device, True)
     learner, _ = learner_of(agent, memory, replace(CONFIG, accelerate=mode, device=device))
-    agent, normalizer = on_cpu(agent), Normalizer(*(part.cpu() for part in memory.normalizer()))
+    agent, scaling = on_cpu(agent), Scaling(*(part.cpu() for part in vars(memory.scaling()).values()))
     obs = np.random.default_rng(1).normal(size=(len(SEEDS), 3, OBS)).astype(np.float32)
-    first, second = learner.explore(obs, 4)(), learner.explore(2 * obs, 5)()
+    first, second = learner.act(obs, 4)(), learner.act(2 * obs, 5)()
     assert first.dtype == np.float32 and first.shape == (len(SEEDS), 3, ACTION)
-    np.testing.assert_allclose(first, agents.explore(agent, torch.tensor(obs), 4, 0.1, normalizer), atol=1e-5)
-    np.testing.assert_allclose(second, agents.explore(agent, torch.tensor(2 * obs), 5, 0.1, normalizer), atol=1e-5)
+    np.testing.assert_allclose(first, explore(agent, torch.tensor(obs), 4, 0.1, scaling), atol=1e-5)
+    np.testing.assert_allclose(second, explore(agent, torch.tensor(2 * obs), 5, 0.1, scaling), atol=1e-5)
 
 
 @MODES
@@ -116,16 +120,17 @@ def test_storing_is_the_same_in_every_mode(mode, device):
     for _ in range(9):
         rows = some_rows(source, 3, source.normal(size=(2, 3, ACTION)))
         learner.store(rows)
-        simple.add_rows(rows)
+        simple.add(rows)
     learner.flush()
     assert memory.stored.tolist() == simple.stored.tolist() and memory.length.tolist() == simple.length.tolist()
     assert torch.equal(memory.rows[:, :7].cpu(), simple.rows[:, :7])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which records by itself")
-def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monkeypatch):
+def test_recording_as_far_as_it_goes_without_a_gpu(graphs_on_cpu, monkeypatch):
     """The same order of things, without the kernels for GPUs."""
-    monkeypatch.setattr("t3d.learners.cudagraph.mlps", lambda memory, config: {"plain layers": lambda _: networks.mlp})
+    plain = {"plain layers": lambda _: networks.mlp}
+    monkeypatch.setattr("t3d.learners.cudagraph.gpu_backends", lambda state, config: plain)
     ends = {}
     for mode in ("eager", "graph"):
         config = replace(CONFIG, accelerate=mode, n_step=2)
@@ -134,7 +139,7 @@ def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monke
         assert memory.length.tolist() == [150, 150] and not agent.updates.any()  # getting ready changes none
         source = np.random.default_rng(5)
         for step in range(8):
-            action = learner.explore(source.normal(size=(2, 3, OBS)).astype(np.float32), step)
+            action = learner.act(source.normal(size=(2, 3, OBS)).astype(np.float32), step)
             if step % 3:
                 learner.update(0, policy_step=step % 2 == 0)
             learner.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))
@@ -142,25 +147,25 @@ def test_recording_as_far_as_it_goes_without_a_gpu(gpu_that_obeys_at_once, monke
                 learner.store(some_rows(source, 6, action()[:, [0, 1, 2, 0, 1, 2]]))  # before the last were sent
             if step == 6:  # what is stored already is not stored again with the next observations
                 learner.flush()
-                memory.add_rows(some_rows(source, 20, source.normal(size=(2, 20, ACTION))))
+                memory.add(some_rows(source, 20, source.normal(size=(2, 20, ACTION))))
         learner.flush()
         rows = torch.cat([memory.rows[k, : memory.length[k]] for k in range(len(SEEDS))])
-        ends[mode] = {**tensors(agent), **sums, **memory.tensors(), "rows": rows}
+        ends[mode] = {**tensors(agent), **sums, **tensors(memory), "rows": rows}
     for name, tensor in ends["eager"].items():  # by their norms: Adam makes much of a small gradient's rounding
         assert (ends["graph"][name] - tensor).double().norm() <= 1e-4 * tensor.double().norm() + 1e-6, name
 
 
 def test_where_kernels_do_not_work_plain_layers_do():
-    def translate(mlp):
-        return mlp() + 1
+    def compile_with(backend):
+        return backend() + 1
 
     def broken():
         raise ValueError("no such thing\nat line 7")
 
     with pytest.warns(UserWarning, match=r"^kernels do not work on this machine \(ValueError: no such thing\)\.$"):
-        assert first_working(translate, {"kernels": broken, "plain layers": lambda: 1}) == 2
+        assert first_working(compile_with, {"kernels": broken, "plain layers": lambda: 1}) == 2
     with pytest.raises(CannotCompile, match="ValueError: no such thing"):  # said once, by whoever goes on without
-        first_working(translate, {"plain layers": broken})
+        first_working(compile_with, {"plain layers": broken})
 
 
 def some_rows(source, count, action):
@@ -170,7 +175,7 @@ def some_rows(source, count, action):
 
 
 def test_bfloat16_is_for_products_alone():
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not has_avx512_bf16():
         pytest.skip("this processor has no bfloat16")
     agents_after = {}
     for precision in ("fp32", "bf16"):
@@ -200,7 +205,7 @@ def test_what_the_hardware_cannot_is_refused(monkeypatch):
         resolve(Config(device="cpu", accelerate="graph"), "td3", "Pendulum-v1", 1)
     with pytest.raises(t3d.T3DError, match="tf32 is for NVIDIA GPUs"):
         resolve(Config(device="cpu", precision="tf32"), "td3", "Pendulum-v1", 1)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("t3d.config.has_avx512_bf16", lambda: False)
     with pytest.raises(t3d.T3DError, match="bf16: this CPU has no AVX512-BF16"):
         resolve(Config(device="cpu", precision="bf16"), "td3", "Pendulum-v1", 1)
 

@@ -13,35 +13,43 @@ from safetensors.torch import load_file
 from scripted import Dot, Lamp, Shown, Sweep
 
 import t3d
-from t3d import networks, run_state, trainer
-from t3d.agent import tensors
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
 from t3d.errors import T3DError
 from t3d.layout import describe, flatten
-from t3d.learners import accelerate
-from t3d.pixels.encoder import seeing
-from t3d.pixels.frame_replay import FrameReplay
+from t3d.learners import make_learner
+from t3d.normalizer import normalize
+from t3d.pixels.encoder import image_networks
 from t3d.pixels.frame_stack import FrameStack
-from t3d.replay import normalize
+from t3d.pixels.frame_store import FrameStore
+from t3d.replay import Replay
+from t3d.run_state import RunSetup
+from t3d.state_dict import state_dict, tensors
+from t3d.trainer import Trainer
 
 SMALL = {"hidden": (16,), "batch_size": 8, "random_steps": 10, "device": "cpu", "accelerate": "eager", "augment": "off"}
 
 
-def begun(env, seeds=(3, 5), **settings):
+def begin(env, seeds=(3, 5), **settings):
+    """A trainer in this environment; its actions are random at first."""
     config = resolve(Config(**{**SMALL, "steps": 300, **settings}), "td3", "x", len(seeds))
-    state = run_state.begin(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config)
-    return state, config
+    return Trainer.in_memory(RunSetup(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config))
 
 
-def played(env, steps, **settings):
-    """A state after so many steps with random actions."""
-    state, config = begun(env, **{"random_steps": 1999, "steps": 2000, **settings})
-    learner = accelerate(state.agent, state.memory, state.sums, config)
+def train(trainer):
+    """To the last step."""
+    while trainer.state.step < trainer.config.steps:
+        trainer.step()
+    trainer.state.close()
+
+
+def memory_after(env, steps, **settings):
+    """The replay memory after so many steps with random actions."""
+    trainer = begin(env, **{"random_steps": 1999, "steps": 2000, **settings})
     for _ in range(steps):
-        trainer.turn(state, config, learner)
-    state.envs.close()
-    return state
+        trainer.step()
+    trainer.state.close()
+    return trainer.state.learner.memory
 
 
 # ------------------------------------------------------------------------------------------ what is seen
@@ -84,7 +92,7 @@ def test_pictures_of_one_observation_are_seen_on_top_of_each_other():
         3 * 256 + 2,
     )
     both["c"] = spaces.Box(0, 255, (9, 8), np.uint8)
-    with pytest.raises(T3DError, match="several sizes"):
+    with pytest.raises(T3DError, match="must have one size"):
         FrameStack.of(describe(both, "x"), 3)
 
 
@@ -130,57 +138,57 @@ def check_samples(memory, n, numbers=False):
 @pytest.mark.parametrize("lengths", [(3, 5, 4), (1,), (1, 40), (1, 9, 2, 6)])
 def test_samples_are_exactly_what_was_seen(envs, n, capacity, lengths, numbers):
     settings = {"num_envs": envs, "n_step": n, "buffer_size": capacity, "gamma": 0.9}
-    state, config = begun(partial(Shown, lengths, numbers=numbers), random_steps=1999, steps=2000, **settings)
-    learner = accelerate(state.agent, state.memory, state.sums, config)
-    memory = state.memory
-    for turn in range(120):
-        trainer.turn(state, config, learner)
-        if turn % 10 == 9:
+    trainer = begin(partial(Shown, lengths, numbers=numbers), random_steps=1999, steps=2000, **settings)
+    memory = trainer.state.learner.memory
+    for step in range(120):
+        trainer.step()
+        if step % 10 == 9:
             drawn = check_samples(memory, n, numbers)
             # All rows that are there can be drawn; where episodes are of one step, near half of what would have room.
-            assert len(drawn) == memory.length[0] >= min(int(memory.stored[0]), capacity) // 2 - memory.apart
-    state.envs.close()
+            assert len(drawn) == memory.length[0] >= min(int(memory.stored[0]), capacity) // 2 - memory.frames.apart
+    trainer.state.close()
 
 
 @pytest.mark.parametrize("envs, n", [(1, 1), (3, 2)])
 def test_a_run_that_is_made_longer_finds_its_frames_again(envs, n, tmp_path):
     settings = {"num_envs": envs, "n_step": n, "gamma": 0.9, "random_steps": 299}
-    state, config = begun(partial(Shown, (2, 5, 1)), steps=300, **settings)
-    learner = accelerate(state.agent, state.memory, state.sums, config)
-    while state.step < 297:
-        trainer.turn(state, config, learner)
-    longer, _ = begun(partial(Shown, (2, 5, 1)), steps=500, **settings)
-    assert longer.memory.places > state.memory.places < state.memory.framed.min()  # it has gone round
-    for old, new in zip(state.memory.rings(), longer.memory.rings(), strict=True):
-        new.put(max(0, int(old.stored[0]) - old.capacity), old.since(max(0, int(old.stored[0]) - old.capacity)))
-    for name, counted in state.memory.counters().items():
-        longer.memory.counters()[name][...] = counted
-    under_way = state.n_step_buffer.obs.copy()
-    longer.memory.restored(under_way)
-    assert check_samples(longer.memory, n) == check_samples(state.memory, n)
-    place, new = under_way[..., :3], state.n_step_buffer.obs[..., :3]
+    short, long = (begin(partial(Shown, (2, 5, 1)), steps=steps, **settings) for steps in (300, 500))
+    while short.state.step < 297:
+        short.step()
+    old, new = (trainer.state.learner.memory for trainer in (short, long))
+    assert new.frames.places > old.frames.places < old.frames.stored.min()  # it has gone round
+    for name, saved in state_dict(old).items():
+        state_dict(new)[name].copy_(saved)
+    for before, after in zip(old.rings(), new.rings(), strict=True):
+        oldest = max(0, int(before.stored[0]) - before.capacity)
+        after.put(oldest, before.since(oldest))
+    pending = short.state.collector.n_step.obs.copy()
+    new.restored(pending)
+    assert check_samples(new, n) == check_samples(old, n)
+    places = {new: pending[..., :3], old: short.state.collector.n_step.obs[..., :3]}
     if n > 1:
-        seen = [memory.frames[0, where.astype(int)[:, 0]] for memory, where in
-                ((longer.memory, place), (state.memory, new))]  # fmt: skip
+        seen = [memory.frames.pixels[0, where.astype(int)[:, 0]] for memory, where in places.items()]
         assert (seen[0][-1] == seen[1][-1]).all()
-    state.envs.close(), longer.envs.close()
+    short.state.close(), long.state.close()
 
 
 def test_a_transition_costs_one_frame():
-    memory = FrameReplay(2, 10_000, FrameStack.of(describe(spaces.Box(0, 255, (84, 84, 3), np.uint8), "x"), 3), 6, 1)
+    frame_stack = FrameStack.of(describe(spaces.Box(0, 255, (84, 84, 3), np.uint8), "x"), 3)
+    frames = FrameStore(frame_stack, 10_000, (2, 1), n_step=1, augment=False, device="cpu")
+    memory = Replay(2, 10_000, frame_stack.stack, 6, frames=frames)
     small = memory.rows.shape[-1] * 4
     assert memory.nbytes / memory.capacity / 2 <= 1.05 * 84 * 84 * 3 + small + 8
-    state = played(partial(Shown, (100,), side=16), 1900, buffer_size=1000)
-    assert (state.memory.stored - state.memory.lost == 1000).all()  # and none of them is lost
+    memory = memory_after(partial(Shown, (100,), side=16), 1900, buffer_size=1000)
+    assert (memory.stored - memory.frames.lost == 1000).all()  # and none of them is lost
 
 
 def test_shifted_pictures_are_the_pictures_shifted():
-    state = played(partial(Shown, (3,), side=40), 50, augment="on")
+    memory = memory_after(partial(Shown, (3,), side=40), 50, augment="on")
     bits = (torch.arange(400) * 2**32 // 400).expand(2, -1) | (torch.arange(400) * 2654435761 % 2**31 << 32)
-    assert state.memory.shift == 2
-    shifted = state.memory.sample(bits, 0.9)
-    state.memory.shift = 0
-    plain = state.memory.sample(bits, 0.9)
+    assert memory.frames.shift == 2
+    shifted = memory.sample(bits, 0.9)
+    memory.frames.shift = 0
+    plain = memory.sample(bits, 0.9)
     seen = set()
     for which in ("obs", "next_obs"):
         moved = getattr(shifted, which).view(-1, 3, 40, 40)
@@ -200,55 +208,45 @@ def test_shifted_pictures_are_the_pictures_shifted():
 def test_probes(probe, stack, encoder):
     settings = {"steps": 1500, "random_steps": 400, "hidden": (32, 32), "batch_size": 32, "tau": 0.05, "gamma": 0.9}
     rates = {"actor_lr": 2e-4, "critic_lr": 3e-3, "exploration_noise": 0.4}
-    state, config = begun(probe, frame_stack=stack, encoder=encoder, **settings, **rates)
-    with networks.using(state.network):
-        learner = accelerate(state.agent, state.memory, state.sums, config)
-        while state.step < config.steps:
-            trainer.turn(state, config, learner)
-            trainer.learn_owed(state, config, learner)
-        env = probe()
-        for side in (-1, 1):
-            frames = [env.lit(side)] + [np.full((12, 12, 3), 255, np.uint8)] * (stack - 1)
-            seen = torch.tensor(np.stack(frames), dtype=torch.float32).reshape(1, 1, -1).expand(2, -1, -1)
-            action = 2 * networks.actor(state.agent.actor, seen)
-            assert ((action - side).abs() < 0.5).all(), (side, action)
-    state.envs.close()
+    trainer = begin(probe, frame_stack=stack, encoder=encoder, **settings, **rates)
+    train(trainer)
+    env, agent = probe(), trainer.state.learner.agent
+    for side in (-1, 1):
+        frames = [env.lit(side)] + [np.full((12, 12, 3), 255, np.uint8)] * (stack - 1)
+        seen = torch.tensor(np.stack(frames), dtype=torch.float32).reshape(1, 1, -1).expand(2, -1, -1)
+        action = 2 * agent.networks.actor(agent.actor, seen)
+        assert ((action - side).abs() < 0.5).all(), (side, action)
 
 
 def test_the_actor_sees_through_the_first_critic_and_changes_nothing_there():
-    state, config = begun(Lamp, steps=40, encoder="critic")
-    with networks.using(state.network):
-        learner = accelerate(state.agent, state.memory, state.sums, config)
-        start = {name: tensor.clone() for name, tensor in state.agent.actor.items()}
-        while state.step < config.steps:
-            trainer.turn(state, config, learner)
-            trainer.learn_owed(state, config, learner)
-    eye = [name for name in state.agent.actor if name.startswith("critic.eye.")]
-    assert len(eye) == 4
-    for name in eye:
-        assert torch.equal(state.agent.actor[name], state.agent.critic[name.removeprefix("critic.")][0])
-        assert not torch.equal(state.agent.actor[name], start[name])
-        assert not state.agent.actor_adam.m[name].any()
-    state.envs.close()
+    trainer = begin(Lamp, steps=40, encoder="critic")
+    agent = trainer.state.learner.agent
+    start = {name: tensor.clone() for name, tensor in agent.actor.items()}
+    train(trainer)
+    encoder = [name for name in agent.actor if name.startswith("critic.encoder.")]
+    assert len(encoder) == 4
+    for name in encoder:
+        assert torch.equal(agent.actor[name], agent.critic[name.removeprefix("critic.")][0])
+        assert not torch.equal(agent.actor[name], start[name])
+        assert not agent.actor_adam.m[name].any()
 
 
-def test_compiled_and_recorded_are_the_same(gpu_that_obeys_at_once):
+def test_compiled_and_recorded_are_the_same(graphs_on_cpu):
     ends = {}
     for mode in ("eager", "compile", "graph"):
         Shown.copies = 0
         settings = {"augment": "on", "normalize_obs": "on", "num_envs": 2, "n_step": 2, "buffer_size": 30}
-        state, config = begun(partial(Shown, numbers=True, side=20), steps=60, **settings)
-        with networks.using(state.network):
-            learner = accelerate(state.agent, state.memory, state.sums, replace(config, accelerate=mode))
-            while state.step < config.steps:
-                trainer.turn(state, config, learner)
-                trainer.learn_owed(state, config, learner)
-            learner.flush()
-        state.envs.close()
-        memory = state.memory.tensors()
-        ends[mode] = {**tensors(state.agent), **{name: memory[name] for name in ("begin", "length", "mean")}}
-        ends[mode] |= {"rows": memory["rows"][:, :30], "frames": memory["frames"][:, : state.memory.places].float()}
-    assert state.memory.framed.min() > state.memory.places  # frames were overwritten
+        trainer = begin(partial(Shown, numbers=True, side=20), steps=60, **settings)
+        state, config = trainer.state, replace(trainer.config, accelerate=mode)
+        trainer.learner = make_learner(state.learner, config)
+        train(trainer)
+        trainer.learner.flush()
+        frames, memory = state.learner.memory.frames, tensors(state.learner.memory)
+        names = ("frames.begin", "length", "statistics.mean")
+        ends[mode] = {**tensors(state.learner.agent), **{name: memory[name] for name in names}}
+        pixels = memory["frames.pixels"][:, : frames.places].float()
+        ends[mode] |= {"rows": memory["rows"][:, :30], "frames.pixels": pixels}
+    assert frames.stored.min() > frames.places  # frames were overwritten
     for mode in ("compile", "graph"):
         for name, tensor in ends["eager"].items():
             torch.testing.assert_close(ends[mode][name], tensor, rtol=2e-3, atol=2e-3, msg=f"{mode} {name}")
@@ -257,14 +255,10 @@ def test_compiled_and_recorded_are_the_same(gpu_that_obeys_at_once):
 def test_seeds_side_by_side_do_not_disturb_each_other():
     ends = []
     for seeds in ((3, 5), (5,)):
-        state, config = begun(Lamp, seeds, steps=40)
-        with networks.using(state.network):
-            learner = accelerate(state.agent, state.memory, state.sums, config)
-            while state.step < config.steps:
-                trainer.turn(state, config, learner)
-                trainer.learn_owed(state, config, learner)
-            state.envs.close()
-        ends.append({name: tensor[..., -1:, :, :] for name, tensor in state.agent.critic.items()})
+        trainer = begin(Lamp, seeds, steps=40)
+        train(trainer)
+        critic = trainer.state.learner.agent.critic
+        ends.append({name: tensor[..., -1:, :, :] for name, tensor in critic.items()})
     for name, tensor in ends[0].items():
         torch.testing.assert_close(ends[1][name], tensor, rtol=1e-4, atol=1e-6)
 
@@ -276,16 +270,15 @@ def test_a_policy_sees_frame_by_frame_what_a_batch_of_environments_shows(tmp_pat
     settings = {**SMALL, "eval_every": 60, "eval_episodes": 2, "normalize_obs": "on"}
     run = t3d.train(Dot, steps=60, out=tmp_path / "run", progress=False, **settings)
     policy = t3d.load(run, which="last")
-    assert policy.card.stack == 3 and policy.normalizer is not None
+    assert policy.card.stack == 3 and policy.scaling is not None
     batch = env_factory(Dot).seen(0, 3).batch(1, lambda env, episode: episode)
     seen, one, actions = batch.reset(), Dot(), []
     for episode in range(3):
         policy.reset()
         obs, over = one.reset(seed=episode)[0], False
         while not over:
-            stacked = normalize(policy.normalizer, torch.from_numpy(seen)[None])
-            with networks.using(policy.network):
-                expected = networks.actor(policy.parameters, stacked)[0].numpy()
+            stacked = normalize(torch.from_numpy(seen)[None], policy.scaling)
+            expected = policy.networks.actor(policy.parameters, stacked)[0].numpy()
             actions.append(policy(obs))
             assert np.allclose(actions[-1], expected[0], atol=1e-6)
             seen = batch.step(expected).obs
@@ -381,13 +374,12 @@ def test_relabelling_pictures_is_refused():
         compute_reward = print
 
     with pytest.raises(T3DError, match="has images"):
-        begun(Goal, her=4)
+        begin(Goal, her=4)
 
 
-def test_small_and_narrow_pictures_have_eyes():
+def test_small_and_narrow_pictures_have_encoders():
     for shape in ((8, 8, 1), (8, 200, 3), (300, 9, 1), (100, 100, 4)):
         frame_stack = FrameStack.of(describe(spaces.Box(0, 255, shape, np.uint8), "x"), 2)
-        network = seeing(frame_stack, "separate")
-        with networks.using(network):
-            actor = networks.init_actor(torch.tensor([0, 1]), frame_stack.dim, 2, (8,), torch.float32)
-            assert networks.actor(actor, torch.zeros(2, 3, frame_stack.dim)).shape == (2, 3, 2)
+        networks = image_networks(frame_stack, "separate")
+        actor = networks.init_actor(torch.tensor([0, 1]), frame_stack.dim, 2, (8,), torch.float32)
+        assert networks.actor(actor, torch.zeros(2, 3, frame_stack.dim)).shape == (2, 3, 2)

@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from scripted import Probe
 
 import t3d
-from t3d import Actor, T3DError, files, networks, rng
+from t3d import Actor, T3DError, files, rng
 from t3d.cli import main
+from t3d.config import Config
 from t3d.envs import env_factory
 from t3d.errors import T3DWarning
 from t3d.evaluate.evaluator import Evaluator, PolicySnapshot
+from t3d.networks import MLP
 from t3d.rng import Purpose
 
 KNOBS = {
@@ -137,26 +139,26 @@ class Recorder(Probe):
 
 @pytest.fixture
 def recorded():
-    """An evaluator over two seeds and three episodes each, its actors, and what the environments saw."""
+    """An evaluator over two seeds and three episodes each, and its actors."""
     Recorder.seeds, Recorder.actions = [], []
-    evaluator = Evaluator(env_factory(Recorder), [3, 8], 3, gamma=0.99)
-    return evaluator, networks.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32)
+    evaluator = Evaluator(env_factory(Recorder), [3, 8], Config(eval_episodes=3))
+    return evaluator, PolicySnapshot(MLP, MLP.init_actor(torch.tensor([3, 8]), 1, 1, (8,), torch.float32))
 
 
 def test_an_evaluation_is_the_actor_without_noise(recorded):
-    evaluator, actor = recorded
+    evaluator, snapshot = recorded
     obs = evaluator.envs.reset().reshape(2, 3, 1)
     Recorder.seeds.clear()
-    evaluation = evaluator.play(PolicySnapshot(actor))
-    expected = 2 * networks.actor(actor, torch.from_numpy(obs)).flatten()
+    evaluation = evaluator.run(snapshot)
+    expected = 2 * MLP.actor(snapshot.actor, torch.from_numpy(obs)).flatten()
     assert Recorder.actions == pytest.approx(expected.tolist() * 4, abs=1e-6)
     np.testing.assert_allclose(evaluation.returns, 4 * obs[..., 0], rtol=1e-6)
     assert (evaluation.lengths == 4).all()
 
 
 def test_evaluation_episodes_have_seeds_of_their_own(recorded):
-    evaluator, actor = recorded
-    evaluator.play(PolicySnapshot(actor))
+    evaluator, snapshot = recorded
+    evaluator.run(snapshot)
     expected = [rng.integer(seed, Purpose.EVALUATION, episode) for seed in (3, 8) for episode in range(3)]
     assert Recorder.seeds[:6] == expected
     training = {rng.integer(seed, Purpose.EPISODE, episode) for seed in (3, 8) for episode in range(50)}
@@ -164,11 +166,11 @@ def test_evaluation_episodes_have_seeds_of_their_own(recorded):
 
 
 def test_further_episodes_are_new_and_the_same_ones_are_the_same(recorded):
-    evaluator, actor = recorded
-    first, more, again = (evaluator.play(PolicySnapshot(actor), start).returns for start in (0, 3, 0))
+    evaluator, snapshot = recorded
+    first, more, again = (evaluator.run(snapshot, start).returns for start in (0, 3, 0))
     assert (first == again).all() and not set(first.flatten()) & set(more.flatten())
     Recorder.seeds.clear()
-    evaluator.play(PolicySnapshot(actor), 3)
+    evaluator.run(snapshot, 3)
     assert Recorder.seeds[:3] == [rng.integer(3, Purpose.EVALUATION, episode) for episode in (3, 4, 5)]
 
 
@@ -211,7 +213,7 @@ def test_a_corrupt_policy_is_a_sentence(run, tmp_path, content, sentence):
 
 
 def test_a_policy_of_another_format_is_named(run, tmp_path):
-    with pytest.raises(T3DError, match="has the format 99; this version reads 3"):
+    with pytest.raises(T3DError, match="has the format 99; this version reads 4"):
         t3d.load(resealed(run.policy_path(3, "best"), tmp_path / "p.safetensors", format=99))
 
 
@@ -236,10 +238,10 @@ def test_a_policy_brings_its_normalisation_with_it(tmp_path, capsys):
     run = t3d.train("Pendulum-v1", seeds=2, out=tmp_path / "run", normalize_obs="on", **KNOBS)
     policy = t3d.load(run, seed=1, which="last")
     obs = np.array([0.5, -0.5, 6.0], np.float32)
-    shift, scale = (part.numpy().reshape(-1) for part in policy.normalizer)
+    shift, scale = (part.numpy().reshape(-1) for part in vars(policy.scaling).values())
     assert scale[2] < 0.5  # velocities are large
     seen = torch.tensor(((obs - shift) * scale).clip(-10, 10))[None, None]
-    np.testing.assert_allclose(policy(obs), 2 * networks.actor(policy.parameters, seen)[0, 0], rtol=1e-5)
+    np.testing.assert_allclose(policy(obs), 2 * MLP.actor(policy.parameters, seen)[0, 0], rtol=1e-5)
     main(["evaluate", str(run.path), "--policy", "last"])
     assert capsys.readouterr().out.count("yes") == 2  # as recorded: the statistics were frozen, and are the same
     path = resealed(run.policy_path(1, "last"), tmp_path / "p.safetensors", remove=["obs.scale"])

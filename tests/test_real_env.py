@@ -140,11 +140,11 @@ def test_resume_takes_the_object_too(tmp_path):
 
 
 def test_its_cut_episode_is_stored_as_truncated(tmp_path, monkeypatch):
-    seen, make = [], t3d.run_state.make
-    monkeypatch.setattr(t3d.run_state, "make", lambda *a: seen.append(make(*a)) or seen[-1])
+    seen, make = [], t3d.trainer.make_state
+    monkeypatch.setattr(t3d.trainer, "make_state", lambda setup: seen.append(make(setup)) or seen[-1])
     run = t3d.train(Declared, out=tmp_path / "run", n_step=3, **KNOBS)
     t3d.resume(run, steps=120, env=Declared, progress=False)
-    memory = seen[-1].memory
+    memory = seen[-1].learner.memory
     rows = memory.rows[0, : int(memory.length[0])].numpy()
     before, after, span = rows[:, 0], rows[:, 3], rows[:, 7]
     assert len(rows) > 100 and ((after - before) == span).all()  # no row leads from one episode into another
@@ -153,7 +153,7 @@ def test_its_cut_episode_is_stored_as_truncated(tmp_path, monkeypatch):
 def test_other_environments_are_told_how_much_is_replayed(tmp_path, capsys):
     run = t3d.train("Pendulum-v1", out=tmp_path / "run", num_envs=2, **{**KNOBS, "steps": 150})
     t3d.resume(run, steps=160)
-    assert "Replaying 150 actions, to bring the environments back to where they were." in capsys.readouterr().out
+    assert "Replaying 150 actions to restore the environments." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,25 +15,31 @@ from killed import KNOBS, SMALL, end_of
 from scripted import Dot, Reach, Scripted
 
 import t3d
-from t3d import networks, run_state, trainer
 from t3d.config import Config, resolve
 from t3d.display import Display
 from t3d.envs import env_factory
 from t3d.evaluate.async_evaluator import make_evaluator
-from t3d.learners import accelerate
+from t3d.learners import make_learner
+from t3d.recorder import Recorder
+from t3d.run_state import RunSetup, create_state, most_state, restore
 from t3d.runs import checkpoints as checkpoints_room
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
 from t3d.runs.parity import parity, repaired
+from t3d.trainer import Trainer
 
 
 class Interrupted:
-    """Says stop once, after it was asked so many times."""
+    """Says stop after it was asked so many times, and from then on."""
+
+    asked = 0  # by all runs
 
     def __init__(self, after):
         self.left = after
 
-    def __call__(self):
+    @property
+    def requested(self):
+        Interrupted.asked += 1
         self.left -= 1
         return self.left < 0
 
@@ -45,33 +51,34 @@ def begin(env, seeds, **settings):
     config = resolve(
         Config(**{**KNOBS, "log_every": 50, "eval_every": 120, "steps": 300, **settings}), "td3", "x", len(seeds)
     )
-    return run_state.begin(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config), config
+    setup = RunSetup(env_factory(env).seen(config.pixels, config.frame_stack), list(seeds), config)
+    return create_state(setup), setup
 
 
 def play(path, env, seeds, stops, forget=None, **settings):
     """A run in one process that is stopped and taken up again; `forget` names one number that is not restored."""
     for after in (*stops, 10**9):
-        state, config = begin(env, seeds, **settings)
+        state, setup = begin(env, seeds, **settings)
+        config, memory, networks = setup.config, state.learner.memory, state.learner.agent.networks
         run = Run(path)
         path.mkdir(exist_ok=True)
         if not (path / "config.json").exists():
             run.begin({**MINIMAL, "seeds": list(seeds)})
-        source = env_factory(env).seen(config.pixels, config.frame_stack)
         with (
-            closing(state.envs),
-            networks.using(state.network),
-            closing(make_evaluator(source, state.seeds, config, state.network)) as evaluator,
+            closing(state),
+            closing(make_evaluator(setup.factory, state.seeds, config, networks)) as evaluator,
             closing(Checkpoints(run, {})) as checkpoints,
         ):
-            found = checkpoints.newest(state.memory, run_state.most_state(state))
+            found = checkpoints.newest(memory, most_state(state))
             if found is not None:
-                given = checkpoints.load(found, state.memory)
+                given = checkpoints.load(found, memory)
                 if forget:
-                    given[forget] = fresh(run_state.saved(state), given, forget)
-                run_state.restore(state, given, path, config)
-            learner = accelerate(state.agent, state.memory, state.sums, config)
-            display = Display(config.steps, state.seeds, quiet=True)
-            trainer.run(state, learner, evaluator, config, run, display, checkpoints, Interrupted(after))
+                    assert given[forget].numel()  # there is something to forget
+                    given[forget] = fresh(state.state_dict(), given, forget)
+                restore(state, given, path, config)
+            recorder = Recorder(run, checkpoints, Display(config.steps, state.seeds, quiet=True), config)
+            trainer = Trainer(state, make_learner(state.learner, config), config, evaluator, recorder)
+            trainer.run(Interrupted(after))
     return end_of(path, config.buffer_size)
 
 
@@ -113,7 +120,7 @@ def test_stopped_and_resumed_is_undisturbed(settings, tmp_path):
 
 
 class Late:
-    """Learner that store transitions no sooner than they must, as a GPU's do."""
+    """A learner that stores transitions no sooner than it must, as one on a GPU does."""
 
     def __init__(self, learner):
         self.learner, self.waiting = learner, None
@@ -127,9 +134,9 @@ class Late:
         self.flush()
         self.waiting = rows
 
-    def explore(self, obs, step):
+    def act(self, obs, step):
         self.flush()
-        return self.learner.explore(obs, step)
+        return self.learner.act(obs, step)
 
     def update(self, k, policy_step):
         self.flush()
@@ -166,26 +173,25 @@ def test_old_segments_are_put_together(tmp_path, monkeypatch):
 def test_what_waits_to_be_stored_is_saved_too(tmp_path, monkeypatch):
     settings = {"overlap": "on"}
     whole = play(tmp_path / "whole", "Pendulum-v1", (3, 5), (), **settings)
-    monkeypatch.setattr(sys.modules[__name__], "accelerate", lambda *arguments: Late(accelerate_as_it_is(*arguments)))
+    make = make_learner
+    monkeypatch.setattr(sys.modules[__name__], "make_learner", lambda *arguments: Late(make(*arguments)))
     assert whole == play(tmp_path / "parts", "Pendulum-v1", (3, 5), (237, 31), **settings)
-
-
-accelerate_as_it_is = accelerate
 
 
 def test_a_second_checkpoint_of_a_step_leaves_the_first_as_it_was(tmp_path):
     state, _ = begin("Pendulum-v1", (3,))
     run = Run(tmp_path)
     run.begin({**MINIMAL, "seeds": [3]})
-    with closing(state.envs), closing(Checkpoints(run, {})) as checkpoints:
-        checkpoints.save(0, run_state.saved(state), state.memory)
+    memory = state.learner.memory
+    with closing(state), closing(Checkpoints(run, {})) as checkpoints:
+        checkpoints.save(0, state.state_dict(), memory)
         checkpoints.wait()
         first = (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes()
-        state.obs += 1
-        checkpoints.save(0, run_state.saved(state), state.memory)
+        state.collector.obs += 1
+        checkpoints.save(0, state.state_dict(), memory)
         checkpoints.wait()
         assert (tmp_path / "checkpoints" / "step-0" / "state.safetensors").read_bytes() == first
-        found = checkpoints.newest(state.memory, run_state.most_state(state))
+        found = checkpoints.newest(memory, most_state(state))
         assert found.state_file == "state-2.safetensors"
 
 
@@ -193,9 +199,10 @@ def names_of_state():
     names = set()
     for env in ("Pendulum-v1", Dot):
         state, _ = begin(env, (3,), n_step=3, normalize_obs="on")
-        state.envs.close()
-        names |= {name for name in run_state.saved(state) if "encoder" not in name or env != Dot}
-    return sorted(names | {"pending_eval.actor.w1", "pending_eval.critic.w1", "pending_eval.normalizer.shift"})
+        state.close()
+        names |= {name for name in state.state_dict() if "encoder" not in name or env != Dot}
+    pending = {"actor.w1", "critic.w1", "scaling.shift", "scaling.scale"}
+    return sorted(names | {f"pending_eval.{name}" for name in pending})
 
 
 UNDISTURBED = {}  # what runs come to that are not stopped: the same for most of the names
@@ -203,7 +210,7 @@ UNDISTURBED = {}  # what runs come to that are not stopped: the same for most of
 
 @pytest.fixture
 def no_processes(monkeypatch):
-    """Evaluations beside training are played here: processes take their time to start, and give the same."""
+    """Asynchronous evaluations run in this process: subprocesses take their time to start, and give the same."""
 
     def refuse(*_, **__):
         raise OSError
@@ -211,29 +218,32 @@ def no_processes(monkeypatch):
     monkeypatch.setattr("t3d.evaluate.async_evaluator.with_pipe", refuse)
 
 
-@pytest.mark.filterwarnings("ignore:there is no process for evaluations")
+@pytest.mark.filterwarnings("ignore:evaluations have no subprocess")
 @pytest.mark.parametrize("beside", ["on", "off"])
 def test_rows_keep_their_order_wherever_a_run_is_stopped(beside, tmp_path, no_processes):
     settings = {"async_eval": beside, "steps": 16, "eval_every": 6, "log_every": 4, "random_steps": 6}
+    before = Interrupted.asked
     whole = play(tmp_path / "whole", Counter, (3,), (), **settings)
-    for after in range(0, 75, 1 if beside == "on" else 4):  # "stop?" is not asked more often
+    asked = Interrupted.asked - before
+    assert asked > 60
+    for after in range(0, asked, 1 if beside == "on" else 4):
         assert play(tmp_path / str(after), Counter, (3,), (after,), **settings) == whole, after
 
 
-@pytest.mark.filterwarnings("ignore:there is no process for evaluations")
+@pytest.mark.filterwarnings("ignore:evaluations have no subprocess")
 @pytest.mark.parametrize("name", names_of_state())
 def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
     settings = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
     env, stop = "Pendulum-v1", 300
-    if name == "earned":
+    if name == "update_credit":
         settings["train_freq"] = "episode"  # otherwise it follows from the step
     if name.startswith("pending_eval."):
         settings |= {"async_eval": "on", "eval_values": "on", "gamma": 0.9}
-    if name == "episode_rows":
-        env, stop, settings = Reach, 184, {**settings, "n_step": 1, "her": 2}  # in the middle of an episode
-    if name in ("memory.lost", "memory.recent", "memory.framed", "memory.modulus"):
+    if name == "collector.transitions.steps":
+        env, stop, settings = Reach, 172, {**settings, "n_step": 1, "her": 2}  # in the middle of an episode
+    if name.startswith("learner.memory.frames."):
         env, settings = Dot, {**settings, "buffer_size": 40}
-    if name in ("seeds", "memory.stored", "memory.framed", "memory.modulus"):
+    if name in ("seeds", "learner.memory.stored", "learner.memory.frames.stored", "learner.memory.frames.modulus"):
         # The first is told from the run, the next two from the segments: they are checked, not taken. The last is for
         # runs that are made longer.
         pytest.skip("it is known from elsewhere too")
@@ -250,18 +260,19 @@ def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
 @pytest.mark.parametrize(
     ("saved", "sentence"),
     [
-        (None, "episode_actions is missing"),
-        (torch.zeros(()), "episode_actions has the shape"),
-        (torch.zeros(4, 1, 2, 9), "episode_actions has the shape"),
+        (None, "collector.actions.steps is missing"),
+        (torch.zeros(()), "collector.actions.steps has the shape"),
+        (torch.zeros(4, 1, 2, 9), "collector.actions.steps has the shape"),
     ],
 )
 def test_a_state_of_another_shape_is_refused_with_a_sentence(saved, sentence, tmp_path):
-    state, config = begin("Pendulum-v1", (3,), num_envs=2)
-    with closing(state.envs):
-        given = {name: tensor.clone() for name, tensor in run_state.saved(state).items() if name != "episode_actions"}
-        given |= {} if saved is None else {"episode_actions": saved}
+    state, setup = begin("Pendulum-v1", (3,), num_envs=2)
+    with closing(state):
+        given = {name: tensor.clone() for name, tensor in state.state_dict().items()}
+        del given["collector.actions.steps"]
+        given |= {} if saved is None else {"collector.actions.steps": saved}
         with pytest.raises(t3d.T3DError, match=sentence):
-            run_state.restore(state, given, tmp_path, config)
+            restore(state, given, tmp_path, setup.config)
 
 
 @pytest.mark.parametrize("env", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5", "Humanoid-v5"])
@@ -291,7 +302,7 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_made_longer(tmp_path, capsy
     t3d.resume(run.path, steps=300, progress=False)
     whole = t3d.train("Pendulum-v1", 300, out=tmp_path / "whole", **SMALL)
     step, state, memory, *_ = end_of(run.path)
-    assert (step, state["agent.actor.w1"]) == (300, end_of(whole.path)[1]["agent.actor.w1"])
+    assert (step, state["learner.agent.actor.w1"]) == (300, end_of(whole.path)[1]["learner.agent.actor.w1"])
     assert memory == end_of(whole.path)[2]
     with pytest.raises(t3d.T3DError, match="longer, not shorter"):
         t3d.resume(run.path, steps=200)

@@ -1,6 +1,6 @@
 """The kernels for GPUs against the function they stand for; here in Triton's interpreter, on a GPU as they are.
 
-python tests/test_kernels.py      on a machine with a GPU: all precisions, real sizes
+python tests/test_triton_mlp.py      on a machine with a GPU: all precisions, real sizes
 """
 
 import os
@@ -54,7 +54,7 @@ def test_seeds_that_are_part_of_a_larger_whole():
 
 @pytest.mark.parametrize("seeds", [[7], [7, 3]])
 def test_critics_as_they_are_made(seeds):
-    critic = networks.init_critic(torch.tensor(seeds, device=DEVICE), 3, 2, (32, 16), torch.float32)
+    critic = networks.MLP.init_critic(torch.tensor(seeds, device=DEVICE), 3, 2, (32, 16), torch.float32)
     found = errors((2, len(seeds)), (5, 32, 16, 1), 20, "fp32", weights=critic)
     assert max(found) < 1e-5
     twins = triton_mlp.mlp("fp32")(critic, torch.randn(len(seeds), 20, 5, device=DEVICE))

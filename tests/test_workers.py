@@ -6,6 +6,7 @@ python tests/test_workers.py        50 kills and 10 hangs in one run
 import os
 import signal
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from counter import Counter
 
 import t3d
 from t3d import T3DError, trainer
+from t3d.collector import Collector
 from t3d.envs import env_factory
 
 
@@ -107,26 +109,26 @@ def test_a_run_survives_its_workers(tmp_path, monkeypatch):
 
 def survive(tmp_path, monkeypatch, kills, hangs):
     """Killed and stopped at random steps, a run trains to its end and has counted every loss."""
-    source, collect = np.random.default_rng(0), trainer.collect
+    source, collect = np.random.default_rng(0), Collector.collect
     moments = source.choice(np.arange(20, 980), kills + hangs, replace=False).tolist()
     when = dict(zip(moments, [True] * kills + [False] * hangs, strict=True))
-    done, seen = [], []
+    turns, done, made, make = count(), [], [], trainer.create_state
 
-    def collect_and_kill(state, action, config, learner):
-        if state.step // 2 in when and state.step // 2 not in done:
-            done.append(state.step // 2)
-            worker = state.envs._workers[len(done) % 2]
-            os.kill(worker.process.pid, signal.SIGKILL if when[state.step // 2] else signal.SIGSTOP)
-        rows = collect(state, action, config, learner)
-        seen.append((state.envs.lost, int(state.memory.stored.sum()), state.memory))
-        return rows
+    def collect_and_kill(self, action, active=None):
+        if (turn := next(turns)) in when:
+            done.append(turn)
+            worker = self.envs._workers[len(done) % 2]
+            os.kill(worker.process.pid, signal.SIGKILL if when[turn] else signal.SIGSTOP)
+        return collect(self, action, active)
 
-    monkeypatch.setattr(trainer, "collect", collect_and_kill)
+    monkeypatch.setattr(trainer, "create_state", lambda setup: made.append(make(setup)) or made[-1])
+    monkeypatch.setattr(Collector, "collect", collect_and_kill)
     run = t3d.train(
         Counter, steps=2000, out=tmp_path / "run", workers=2, num_envs=2, worker_timeout=1.0, random_steps=50,
         hidden=(8, 8), batch_size=8, eval_episodes=1, device="cpu", progress=False,
     )  # fmt: skip
-    lost, stored, memory = seen[-1]
+    memory, lost = made[0].learner.memory, made[0].collector.envs.lost
+    stored = int(memory.stored.sum())
     assert len(done) == lost == kills + hangs
     assert stored == 2000 - lost
     lost_rows = [row for row in run.metrics if row["kind"] == "episode" and row["lost"]]

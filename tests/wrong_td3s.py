@@ -43,7 +43,9 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
             "final_obs, terminated | truncated, self._span, valid)",
         )
     ],
-    "target from the online critics": [(STEPS, "q_values(agent, agent.target_critic,", "q_values(agent, agent.critic,")],
+    "target from the online critics": [
+        (STEPS, "q_values(agent, agent.target_critic,", "q_values(agent, agent.critic,")
+    ],
     "only one critic trained": [(STEPS, ".mean(-1).sum(0)", ".mean(-1)[0]")],
     "identical twins": [
         (

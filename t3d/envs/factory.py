@@ -30,6 +30,7 @@ from t3d.errors import T3DError, nearest, shown
 from t3d.layout import Layout
 from t3d.limits import cores
 from t3d.pixels.frame_stack import FrameStack
+from t3d.torch_private import import_compiler
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 MAX_ARG = 1e6  # the largest number in environment arguments from a file
@@ -71,8 +72,7 @@ class EnvFactory:
                 "--pixels is not for a vector environment: wrap its environments so that they observe images."
             )
         if pixels:
-            # Mesa (software rendering) and Triton each load an LLVM; the process crashes if Triton loads second.
-            import torch._dynamo  # noqa: F401
+            import_compiler()
         return replace(self, pixels=pixels, stack=stack)
 
     @property

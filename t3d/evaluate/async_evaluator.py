@@ -1,7 +1,7 @@
 """Asynchronous evaluation: episodes run in a subprocess on the CPU while training goes on.
 
-The subprocess runs `Evaluator`, so its results are those of an evaluation on the CPU in this process. If it cannot
-start or dies, this process evaluates instead, and errors in it are raised here again.
+The subprocess runs `Evaluator`, so its results are those of an evaluation on the CPU in this process. If it fails in
+any way, this process repeats the evaluation, and an error of an environment is raised here.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ from t3d.normalizer import Scaling
 
 SCRIPT = """import sys; sys.path[:] = sys.argv[3:]
 from t3d.evaluate.async_evaluator import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"""
-LARGEST = 2e7  # multiplications for a step of all episodes, above which a CPU would be too slow for a GPU
+MAX_CPU_WORK = 2e7  # multiplications for a step of all episodes, above which a CPU would be too slow for a GPU
 
 
 def resolve_async_eval(config: Config, factory: EnvFactory, actor: Parameters, envs: EnvBatch) -> Config:
@@ -41,7 +41,7 @@ def resolve_async_eval(config: Config, factory: EnvFactory, actor: Parameters, e
     work = config.eval_episodes * sum(tensor.numel() for tensor in actor.values())
     room = 4 * free_cores(envs.count) >= cores()
     same_there = not (factory.from_python or factory.real) and factory.vector is None and bool(config.eval_every)
-    worth = config.device == "cuda" and room and same_there and envs.frame_stack is None and work <= LARGEST
+    worth = config.device == "cuda" and room and same_there and envs.frame_stack is None and work <= MAX_CPU_WORK
     return replace(config, async_eval="on" if worth else "off")
 
 
@@ -86,7 +86,7 @@ class AsyncEvaluator:
         if self._pipe is not None:
             self._pipe.close()
         self._pipe = None
-        warn(f"evaluations have no subprocess ({why}): they take turns with training.")
+        warn(f"the evaluation subprocess is not available ({why}): evaluations pause training from now on.")
 
     def submit(self, snapshot: PolicySnapshot) -> None:
         self._unsent, self._result = snapshot, None

@@ -138,7 +138,7 @@ class Evaluator:
         With a critic its values are compared with the discounted returns that followed. An episode whose worker
         process ended is begun again from the same seed.
         """
-        self._first_episode = first_episode
+        self._first_episode = first_episode  # `_episode_seed` reads it when the environments are reset
         shape, device = (len(self.seeds), self.at_once), any_of(snapshot.actor).device
         obs, episodes = self.envs.reset(), _Episodes(self.envs.count)
         while not stop():

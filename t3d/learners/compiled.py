@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from t3d import networks
+from t3d import networks, steps
 from t3d.agent import explore
 from t3d.config import Config
 from t3d.learners import cpu_mlp
-from t3d.learners.eager import Floats, LearnerState, mixed_precision
+from t3d.learners.eager import Floats, LearnerState, mixed_precision, update
 from t3d.networks import Apply, Networks
-from t3d.replay import Batch, Replay
+from t3d.replay import Batch, Replay, Transitions
 from t3d.state_dict import tensors, with_tensors
 from t3d.steps import Agent
 from t3d.torch_private import CannotCompile, compile_function, set_compile_cache
@@ -37,7 +37,6 @@ class CompiledLearner:
     def __init__(self, state: LearnerState, parts: list[LearnerState], config: Config) -> None:
         set_compile_cache()
         self.state, self._config = state, config
-        self.store = state.memory.add
         device, memory = state.agent.seeds.device, state.memory
         shape = (len(state.agent.seeds), config.num_envs)
         self._buffers = ActBuffers(
@@ -50,11 +49,15 @@ class CompiledLearner:
         # On a CPU NumPy shares them: it has less overhead than PyTorch for small writes.
         names = ("obs", "step", "action") if device.type == "cpu" else ()
         self._arrays: dict[str, NDArray[Any]] = {name: getattr(self._buffers, name).numpy() for name in names}
-        batches = [StagedBatch.create(part, config.batch_size) for part in parts]
         # Random numbers and sampling are compiled apart from the rest, which would compute them again wherever they
-        # are used. Without vector instructions the compiler takes a tenth of the time for them.
-        self._fetch = compile_for(lambda to: to.fetch(config), batches, {"cpp.simdlen": 1})
-        self._act, self._critic_update, self._full_update = first_working(
+        # are used. Without vector instructions the compiler takes a tenth of the time for them. An algorithm with an
+        # `update` of its own is compiled in one.
+        own_update = state.algorithm.update.__code__ != steps.update.__code__
+        batches = [StagedBatch.create(part, config.batch_size) for part in parts]
+        self._fetch: Calls = []
+        if not own_update:
+            self._fetch = compile_for(lambda staged: staged.fetch(config), batches, {"cpp.simdlen": 1})
+        self._act, self._critic_updates, self._full_updates = first_working(
             lambda backend: self._compile(backend, batches), cpu_backends(state.agent.networks, config)
         )
 
@@ -63,10 +66,17 @@ class CompiledLearner:
         config, apply = self._config, backend(self._config.precision)
         acting = replace(self._buffers, agent=with_apply(self._buffers.agent, backend(acting_precision(config))))
         learning = [replace(b, state=replace(b.state, agent=with_apply(b.state.agent, apply))) for b in batches]
+
+        def learn(staged: StagedBatch, policy_step: bool) -> None:
+            if self._fetch:
+                staged.learn(config, policy_step)
+            else:
+                update(staged.state, config, policy_step)
+
         return (
-            compile_for(lambda to: to.act(config.exploration_noise), [acting], {}),
-            compile_for(lambda to: to.learn(config, policy_step=False), learning, {}),
-            compile_for(lambda to: to.learn(config, policy_step=True), learning, {}),
+            compile_for(lambda buffers: buffers.act(config.exploration_noise), [acting], {}),
+            compile_for(lambda staged: learn(staged, policy_step=False), learning, {}),
+            compile_for(lambda staged: learn(staged, policy_step=True), learning, {}),
         )
 
     def act(self, obs: Floats, step: int) -> Callable[[], Floats]:
@@ -79,9 +89,13 @@ class CompiledLearner:
         self._act[0]()
         return self._arrays["action"].copy
 
+    def store(self, new: Transitions) -> None:
+        self.state.memory.add(new)
+
     def update(self, k: int, policy_step: bool) -> None:
-        self._fetch[k]()
-        (self._full_update if policy_step else self._critic_update)[k]()
+        if self._fetch:
+            self._fetch[k]()
+        (self._full_updates if policy_step else self._critic_updates)[k]()
 
     def flush(self) -> None:
         pass

@@ -24,7 +24,7 @@ from t3d.learners.compiled import (
 from t3d.learners.eager import Floats, LearnerState, update
 from t3d.replay import Transitions
 from t3d.state_dict import tensors
-from t3d.torch_private import set_compile_cache
+from t3d.torch_private import as_cannot_compile, set_compile_cache
 
 ON_GPU = {
     "combo_kernels": True,  # one kernel for many tensors
@@ -56,25 +56,26 @@ class CudaGraphLearner:
         (act,), critic_updates, full_updates = first_working(
             lambda backend: self._compile(backend, parts), gpu_backends(state, config)
         )
-        with _undone(state):
-            self._run_act(act)
-        self._act, self._store = capture(lambda: self._run_act(act)), capture(self._run_store)
-        self._critic_updates = [capture(call) for call in critic_updates]
-        self._full_updates = [capture(call) for call in full_updates]
-        self._event = StreamEvent()  # behind the last work that reads `_in` or writes `_out`
+        with as_cannot_compile():
+            with _undone(state):
+                self._run_act(act)
+            self._act, self._store = capture(lambda: self._run_act(act)), capture(self._run_store)
+            self._critic_updates = [capture(call) for call in critic_updates]
+            self._full_updates = [capture(call) for call in full_updates]
+        self._event = StreamEvent()  # recorded after the last work that reads `_in` or writes `_out`
         self._pending = False  # whether transitions in `_in` are not written to the replay memory yet
 
     def _compile(self, backend: Backend, parts: list[LearnerState]) -> tuple[Calls, Calls, Calls]:
         """Acting, an update of the critics, and an update of everything, each run once: the first run allocates."""
-        config, agent, device = self._config, self.state.agent, self._in.device
+        config, agent, inputs = self._config, self.state.agent, self._in.device
         acting = with_apply(agent, backend(acting_precision(config)))
-        buffers = ActBuffers(acting, self.state.memory, device["obs"], device["step"], self._out.device["action"])
+        buffers = ActBuffers(acting, self.state.memory, inputs["obs"], inputs["step"], self._out.device["action"])
         apply = backend(config.precision)
         learning = [replace(part, agent=with_apply(part.agent, apply)) for part in parts]
         calls = (
-            compile_for(lambda to: to.act(config.exploration_noise), [buffers], ON_GPU),
-            compile_for(lambda to: update(to, config, policy_step=False), learning, ON_GPU),
-            compile_for(lambda to: update(to, config, policy_step=True), learning, ON_GPU),
+            compile_for(lambda buffers: buffers.act(config.exploration_noise), [buffers], ON_GPU),
+            compile_for(lambda part: update(part, config, policy_step=False), learning, ON_GPU),
+            compile_for(lambda part: update(part, config, policy_step=True), learning, ON_GPU),
         )
         with _undone(self.state):
             for call in (call for part in calls for call in part):
@@ -92,7 +93,7 @@ class CudaGraphLearner:
 
     def act(self, obs: Floats, step: int) -> Callable[[], Floats]:
         self._event.wait()
-        if not self._pending:  # what went with the last copy is stored
+        if not self._pending:  # the staged transitions were already written
             self.state.memory.stage_nothing(self._in.host)
         self._in.host["obs"][:] = obs
         self._in.host["step"][...] = step

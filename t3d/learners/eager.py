@@ -65,13 +65,15 @@ class EagerLearner:
 
     def __init__(self, state: LearnerState, parts: list[LearnerState], config: Config) -> None:
         self.state, self._parts, self._config = state, parts, config
-        self.store = state.memory.add
 
     def act(self, obs: Floats, step: int) -> Callable[[], Floats]:
         agent, memory = self.state.agent, self.state.memory
         here = torch.from_numpy(obs).to(agent.seeds.device)
         action = explore(agent, here, step, self._config.exploration_noise, memory.scaling())
         return lambda: np.asarray(action.cpu().numpy())
+
+    def store(self, new: Transitions) -> None:
+        self.state.memory.add(new)
 
     def update(self, k: int, policy_step: bool) -> None:
         update(self._parts[k], self._config, policy_step)

@@ -24,7 +24,7 @@ from t3d.pixels.frame_stack import FrameStack
 from t3d.replay import Flags, Replay, Ring, Shapes, Transitions, put
 from t3d.state_dict import NOT_SAVED
 
-LARGEST = 2**24  # frames of a seed: rows keep their places in float32, exactly
+MAX_FRAMES = 2**24  # frames of a seed: rows keep their places in float32, exactly
 
 
 class Frames(NamedTuple):
@@ -55,7 +55,7 @@ class FrameStore:
         # A shift of a twentieth of the image, as is usual for agents that see pixels: 4 of 84.
         self.shift = min(frame_stack.height, frame_stack.width) // 20 if augment else 0
         self.places = places_for(capacity, envs * (frame_stack.stack + n_step))
-        # Rows that may need older frames than a row before them.
+        # Environments take turns in storing, so the oldest frames of rows do not ascend: so many rows are out of order.
         self.apart = envs * (2 * frame_stack.stack + 3 * n_step)
         # At least one place more, for what is no frame and is never read; each seed's frames begin aligned for a GPU.
         self.room = self.places + 16 - self.places % 16
