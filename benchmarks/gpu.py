@@ -36,7 +36,7 @@ from t3d.envs import env_factory
 from t3d.learners import LearnerState, hardware, make_learner
 from t3d.replay import Replay
 from t3d.run_state import RunSetup
-from t3d.steps import METRICS, init_agent
+from t3d.steps import METRICS, POLICY_METRICS, init_agent
 from t3d.trainer import Trainer
 
 ENV, OBS, ACTION = "HalfCheetah-v5", 17, 6
@@ -61,7 +61,7 @@ def learner(seeds, precision):
     memory.length.fill_(10_000)
     config = config_of(seeds, precision=precision)
     agent = init_agent(torch.arange(seeds, device="cuda"), OBS, ACTION, config.hidden)
-    sums = {name: torch.zeros(seeds, device="cuda") for name in METRICS}
+    sums = {name: torch.zeros(seeds, device="cuda") for name in METRICS + POLICY_METRICS}
     return make_learner(LearnerState(agent, memory, sums), config)
 
 

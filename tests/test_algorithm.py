@@ -1,5 +1,6 @@
 """An algorithm of one's own: `t3d.steps` with functions replaced, or a module; trained, compiled, resumed, loaded."""
 
+import functools
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ from t3d.cli import main
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
 from t3d.learners import CannotCompile, LearnerState, make_learner
+from t3d.learners.compiled import is_steps_update
 from t3d.run_state import RunSetup
 from t3d.state_dict import tensors
 from t3d.trainer import Trainer
@@ -66,7 +68,7 @@ def written_out():
         return learn(memory.sample(bits, hp.gamma, hp.reward_scale), agent, noise, hp, policy_step)
 
     module.learn, module.update = learn, update
-    for name in ("METRICS", "init_agent", "draw", "is_policy_step"):
+    for name in ("METRICS", "POLICY_METRICS", "init_agent", "draw", "is_policy_step"):
         setattr(module, name, getattr(steps, name))
     return module
 
@@ -74,7 +76,7 @@ def written_out():
 def trained(module, seeds=(4, 9, 2), updates=50, accelerate="eager", dtype=torch.float64):
     """Agents after some updates on a filled replay memory."""
     agent = module.init_agent(torch.tensor(seeds), 4, 2, CONFIG.hidden, dtype)
-    sums = {name: torch.zeros(len(seeds)) for name in module.METRICS}
+    sums = {name: torch.zeros(len(seeds)) for name in module.METRICS + module.POLICY_METRICS}
     state = LearnerState(agent, filled_memory(seeds, dtype=dtype), sums, module)
     learner = make_learner(state, replace(CONFIG, accelerate=accelerate))
     for update in range(1, updates + 1):
@@ -112,8 +114,11 @@ def test_what_is_no_algorithm_is_refused(tmp_path):
     incomplete = ModuleType("incomplete")
     incomplete.update = incomplete.learn = None
     for given, sentence in (
-        (incomplete, "'incomplete'>: it has no METRICS, init_agent, draw, is_policy_step. An algorithm is a module"),
-        (huber, "it has no METRICS, init_agent"),
+        (
+            incomplete,
+            "'incomplete'>: it has no METRICS, POLICY_METRICS, init_agent, draw, is_policy_step. An algorithm is a module",
+        ),
+        (huber, "it has no METRICS, POLICY_METRICS"),
         ("os", "algorithm='os': it has no METRICS"),
     ):
         with pytest.raises(t3d.T3DError, match=sentence) as problem:
@@ -131,7 +136,7 @@ def test_a_variant_learns_otherwise_and_the_same_written_out():
     assert not torch.equal(variant.critic["w1"], plain.critic["w1"])
     assert not torch.equal(variant.actor["w1"], plain.actor["w1"])
     other, other_sums = trained(written_out())
-    assert same(variant, other) and all(torch.equal(sums[name], other_sums[name]) for name in steps.METRICS)
+    assert same(variant, other) and all(torch.equal(sums[name], other_sums[name]) for name in sums)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
@@ -142,12 +147,13 @@ def test_a_seed_among_others_learns_as_if_alone(k):
         torch.testing.assert_close(tensors(together)[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_compiled_is_the_same_within_rounding():
+@pytest.mark.parametrize("module", [HUBER, written_out()], ids=["variant", "module"])
+def test_compiled_is_the_same_within_rounding(module):
     try:
-        compiled, compiled_sums = trained(HUBER, accelerate="compile", dtype=torch.float32)
+        compiled, compiled_sums = trained(module, accelerate="compile", dtype=torch.float32)
     except CannotCompile as error:
         pytest.skip(str(error))
-    eager, sums = trained(HUBER, dtype=torch.float32)
+    eager, sums = trained(module, dtype=torch.float32)
     plain, plain_sums = trained(steps, dtype=torch.float32)
     for name in ("actor", "critic", "target_actor", "target_critic"):
         for key, tensor in getattr(eager, name).items():
@@ -156,6 +162,17 @@ def test_compiled_is_the_same_within_rounding():
     for name, total in sums.items():
         torch.testing.assert_close(compiled_sums[name], total, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(plain_sums["critic_loss"], sums["critic_loss"], rtol=0.1)
+
+
+def test_an_update_of_its_own_is_compiled_as_it_is():
+    """Sampling is compiled by itself only where `update` is that of t3d.steps and calls what the module has."""
+    reexported = ModuleType("reexported")
+    vars(reexported).update(vars(steps), learn=HUBER.learn)  # its update calls t3d.steps.learn
+    partial = ModuleType("partial")
+    vars(partial).update(vars(steps), update=functools.partial(steps.update))
+    found = [is_steps_update(module) for module in (steps, HUBER, written_out(), reexported, partial)]
+    assert found == [True, True, False, False, False]
+    assert not is_steps_update(t3d.variant(update=steps.update))
 
 
 def test_its_own_metrics_and_rhythm_are_the_loops_too():
@@ -211,17 +228,17 @@ def test_a_run_names_it_and_is_another_run(run, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"train_freq": "episode", "n_step": 3}], ids=["step", "episode"])
 def test_stopped_and_resumed_is_undisturbed(settings, tmp_path, monkeypatch):
     whole = t3d.train("Pendulum-v1", out=tmp_path / "whole", algorithm=HUBER, **SETTINGS, **settings)
-    act, left = Trainer.act, [130]
+    start, left = Trainer.start_acting, [130]
 
-    def act_and_stop(trainer):
+    def start_and_stop(trainer):
         left[0] -= 1
         trainer.stop.requested |= left[0] <= 0
-        return act(trainer)
+        return start(trainer)
 
-    monkeypatch.setattr(Trainer, "act", act_and_stop)
+    monkeypatch.setattr(Trainer, "start_acting", start_and_stop)
     parts = t3d.train("Pendulum-v1", out=tmp_path / "parts", algorithm=HUBER, **SETTINGS, **settings)
     assert max(int(path.name[5:]) for path in (parts.path / "checkpoints").iterdir()) == 130
-    monkeypatch.setattr(Trainer, "act", act)
+    monkeypatch.setattr(Trainer, "start_acting", start)
     t3d.resume(parts, algorithm=t3d.variant(squared_errors=huber), progress=False)
     assert end_of(whole.path) == end_of(parts.path)
 
