@@ -107,10 +107,9 @@ def main():
         before, after, steps = race(base, case, arguments.rounds, arguments.seconds)
         ratios = [a / b for a, b in zip(before, after, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        numbers = (
-            f"{statistics.median(before):>20.3f}{statistics.median(after):>8.3f}{statistics.median(ratios):>11.3f}"
-        )
-        print(f"{name:<32}{numbers}  ({low:.3f} to {high:.3f}; {arguments.rounds} rounds of {steps} steps)", flush=True)
+        middle = [statistics.median(numbers) for numbers in (before, after, ratios)]
+        print(f"{name:<32}{middle[0]:>20.3f}{middle[1]:>8.3f}{middle[2]:>11.3f}", end="  ")
+        print(f"({low:.3f} to {high:.3f}; {arguments.rounds} rounds of {steps} steps)", flush=True)
 
 
 if __name__ == "__main__":

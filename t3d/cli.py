@@ -387,8 +387,8 @@ def _env_in(config: Path) -> str:
     _refuse_functions(values, config)
     if values.get("algorithm") is not None:
         raise T3DError(
-            f"{config}: the algorithm {values['algorithm']} was made by functions in Python, which files do not contain;"
-            " use t3d.train from Python."
+            f"{config}: the algorithm {values['algorithm']} was made by functions in Python, which files do not"
+            " contain; use t3d.train from Python."
         )
     if ":" in env:
         raise T3DError(

@@ -114,10 +114,7 @@ def test_what_is_no_algorithm_is_refused(tmp_path):
     incomplete = ModuleType("incomplete")
     incomplete.update = incomplete.learn = None
     for given, sentence in (
-        (
-            incomplete,
-            "'incomplete'>: it has no METRICS, POLICY_METRICS, init_agent, draw, is_policy_step. An algorithm is a module",
-        ),
+        (incomplete, "it has no METRICS, POLICY_METRICS, init_agent, draw, is_policy_step. An algorithm is a module"),
         (huber, "it has no METRICS, POLICY_METRICS"),
         ("os", "algorithm='os': it has no METRICS"),
     ):
