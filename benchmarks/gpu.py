@@ -31,12 +31,13 @@ from pathlib import Path
 import torch
 from machine import CORES, RESULTS, processor
 
-from t3d import run_state, trainer
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate, hardware
+from t3d.learners import LearnerState, hardware, make_learner
 from t3d.replay import Replay
-from t3d.steps import init_agent
+from t3d.run_state import RunSetup
+from t3d.steps import METRICS, POLICY_METRICS, init_agent
+from t3d.trainer import Trainer
 
 ENV, OBS, ACTION = "HalfCheetah-v5", 17, 6
 SEEDS = (1, 2, 4, 10, 32, 128)
@@ -51,7 +52,7 @@ def config_of(seeds, **settings):
 
 
 def learner(seeds, precision):
-    """The verbs of `seeds` agents with something in their memories."""
+    """A learner of `seeds` agents with random transitions in their replay memories."""
     torch.manual_seed(0)
     memory = Replay(seeds, 10_000, OBS, ACTION, device="cuda")
     memory.rows.normal_()
@@ -60,8 +61,8 @@ def learner(seeds, precision):
     memory.length.fill_(10_000)
     config = config_of(seeds, precision=precision)
     agent = init_agent(torch.arange(seeds, device="cuda"), OBS, ACTION, config.hidden)
-    sums = {name: torch.zeros(seeds, device="cuda") for name in run_state.METRICS}
-    return accelerate(agent, memory, sums, config)
+    sums = {name: torch.zeros(seeds, device="cuda") for name in METRICS + POLICY_METRICS}
+    return make_learner(LearnerState(agent, memory, sums), config)
 
 
 def updates(learner, times):
@@ -156,13 +157,12 @@ def loop(found):
 
 def steps_per_second(seeds, steps=5_000, rounds=5):
     config = config_of(seeds, random_steps=1_000)
-    state = run_state.begin(env_factory(ENV), list(range(seeds)), config)
     with hardware(config.threads, config.precision):
-        learner = accelerate(state.agent, state.memory, state.sums, config)
+        trainer = Trainer.in_memory(RunSetup(env_factory(ENV), list(range(seeds)), config))
 
         def take(times):
             for _ in range(times):
-                trainer.turn(state, config, learner)
+                trainer.step()
             torch.cuda.synchronize()
 
         begin = time.perf_counter()
@@ -173,7 +173,7 @@ def steps_per_second(seeds, steps=5_000, rounds=5):
             start = time.perf_counter()
             take(steps)
             rates.append(steps / (time.perf_counter() - start))
-    state.envs.close()
+    trainer.state.close()
     rate = statistics.median(rates)
     return rate, rate * seeds
 

@@ -15,34 +15,35 @@ import time
 import numpy as np
 from machine import save
 
-from t3d import run_state
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate, hardware
+from t3d.learners import hardware
+from t3d.replay import Transitions
+from t3d.run_state import RunSetup, peak_memory
+from t3d.trainer import Trainer
 
 ENV = "HalfCheetah-v5"
 
 
 def student(seeds=1, batch=256, capacity=10_000):
-    """A run whose memory is full, and its verbs."""
+    """The state of a run whose replay memory will be full, and its learner."""
     config = Config(
         steps=10**9, random_steps=0, buffer_size=capacity, batch_size=batch, accelerate="compile", device="cpu"
     )
     config = resolve(config, "td3", ENV, seeds)
-    state = run_state.begin(env_factory(ENV), list(range(seeds)), config)
-    learner = accelerate(state.agent, state.memory, state.sums, config)
-    return state, learner
+    trainer = Trainer.in_memory(RunSetup(env_factory(ENV), list(range(seeds)), config))
+    return trainer.state, trainer.learner
 
 
 def fill(state):
     """Random rows up to the last one, a block at a time."""
-    memory, source = state.memory, np.random.default_rng(0)
+    memory, source = state.learner.memory, np.random.default_rng(0)
     block = min(memory.capacity, 100_000)
     shape = (len(state.seeds), block)
     obs, next_obs = source.standard_normal((2, *shape, memory.obs_dim), np.float32)
     action, reward = source.random((*shape, memory.action_dim), np.float32), source.random(shape, np.float32)
     for _ in range(0, memory.capacity, block):
-        memory.add(obs, action, reward, next_obs, 0.0, 1.0, np.ones(shape, bool))
+        memory.add(Transitions(obs, action, reward, next_obs, 0.0, 1.0, np.ones(shape, bool)))
 
 
 def race(runs, rounds, updates=50):
@@ -71,7 +72,7 @@ def main():
     with hardware(resolve(Config(device="cpu"), "td3", ENV, 1).threads, "fp32"):
         sizes = [size for size in (10_000, 100_000, 1_000_000, 10_000_000) if size <= arguments.largest]
         runs = {size: student(capacity=size) for size in sizes}
-        told = run_state.peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].memory.rows.nbytes for size in sizes[1:])
+        told = peak_memory(runs[sizes[0]][0]) + sum(runs[size][0].learner.memory.rows.nbytes for size in sizes[1:])
         for state, _ in runs.values():
             fill(state)
         times = race(runs, arguments.rounds)
@@ -80,7 +81,7 @@ def main():
             size: {"ms": statistics.median(times[size]), "to the smallest": ratio(times, size, sizes[0])}
             for size in sizes
         }
-        row = runs[sizes[-1]][0].memory.rows
+        row = runs[sizes[-1]][0].learner.memory.rows
         results["bytes a transition"] = row.nbytes / sizes[-1]
         results["peak memory"] = {
             "GiB told": told / 2**30,

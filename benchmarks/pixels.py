@@ -1,4 +1,4 @@
-"""What an update costs with images: one eye that the critics train, or one for each network.
+"""What an update costs with images: one encoder that the critics train, or one for each network.
 
     python benchmarks/pixels.py
 
@@ -10,30 +10,30 @@ from statistics import median
 
 from machine import save
 
-from t3d import networks, run_state, trainer
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate, hardware
+from t3d.learners import hardware
+from t3d.run_state import RunSetup
+from t3d.trainer import Trainer
 
 ROUNDS, UPDATES = 5, 20
 
 
 def learner(encoder, batch_size):
-    """A function that runs some updates, and the state it changes."""
+    """A function that runs some updates and returns the time that one takes."""
     settings = {"steps": 1000, "random_steps": 50, "pixels": 32, "device": "cpu", "accelerate": "compile"}
     config = resolve(Config(**settings, batch_size=batch_size, encoder=encoder), "td3", "Pendulum-v1", 1)
-    state = run_state.begin(env_factory("Pendulum-v1").seen(config.pixels, config.frame_stack), [0], config)
-    with networks.using(state.network):
-        learner = accelerate(state.agent, state.memory, state.sums, config)
-        for _ in range(40):
-            trainer.turn(state, config, learner)
-    state.close()
+    factory = env_factory("Pendulum-v1").seen(config.pixels, config.frame_stack)
+    trainer = Trainer.in_memory(RunSetup(factory, [0], config))
+    for _ in range(40):  # fewer than the random steps: no updates yet
+        trainer.step()
+    trainer.state.close()
 
     def milliseconds():
         with hardware(config.threads, config.precision):
             begin = time.perf_counter()
             for update in range(UPDATES):
-                learner.update(0, policy_step=update % 2 == 0)
+                trainer.learner.update(0, policy_step=update % 2 == 0)
             return 1000 * (time.perf_counter() - begin) / UPDATES
 
     return milliseconds

@@ -16,12 +16,14 @@ import time
 import numpy as np
 from machine import save
 
-from t3d import run_state, trainer
 from t3d.config import Config, resolve
 from t3d.envs import env_factory
-from t3d.learners import accelerate, hardware
+from t3d.learners import hardware
+from t3d.replay import Transitions
+from t3d.run_state import RunSetup
 from t3d.runs.checkpoints import Checkpoints
 from t3d.runs.folder import Run
+from t3d.trainer import Trainer
 
 ENV = "HalfCheetah-v5"
 
@@ -38,16 +40,15 @@ def main():
     with hardware(config.threads, "fp32"), tempfile.TemporaryDirectory() as folder:
         run = Run(folder)
         run.begin({"env": ENV, "env_args": {}, "seeds": [0], "preset": "td3"})
-        state = run_state.begin(env_factory(ENV), [0], config)
-        learner = accelerate(state.agent, state.memory, state.sums, config)
-        checkpoints = Checkpoints(run, trainer.about(config))
+        trainer = Trainer.in_memory(RunSetup(env_factory(ENV), [0], config))
+        state, memory = trainer.state, trainer.state.learner.memory
+        checkpoints = Checkpoints(run, {})
 
         def steps(n):
             longest = 0.0
             for _ in range(n):
                 start = time.perf_counter()
-                trainer.turn(state, config, learner)
-                trainer.learn_owed(state, config, learner)
+                trainer.step()
                 longest = max(longest, time.perf_counter() - start)
             return longest
 
@@ -56,14 +57,14 @@ def main():
         longest_alone = steps(1000)
         wall, spent = (time.perf_counter() - clock) / 1000, (cpu() - processors) / 1000
         minute = int(60 / wall)
-        rows = state.memory.rows[:, :1].expand(-1, minute, -1).numpy()
+        rows = memory.rows[:, :1].expand(-1, minute, -1).numpy()
         obs, action = rows[..., :17], rows[..., 17:23]
+        new = Transitions(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
         held, longest, costs = [], [], []
         for number in range(arguments.saves):
-            state.memory.add(obs, action, 0.0, obs, 0.0, 1.0, np.ones((1, minute), bool))
-            trainer.note(state)
+            memory.add(new)
             start, before = time.perf_counter(), cpu()
-            checkpoints.save(number, run_state.saved(state), state.memory)
+            checkpoints.save(number, state.state_dict(), memory)
             held.append(time.perf_counter() - start)
             longest.append(steps(200))
             checkpoints.wait()

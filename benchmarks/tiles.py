@@ -2,8 +2,8 @@
 
     python benchmarks/tiles.py [SEEDS/PRECISION ...]        as in 10/tf32 128/bf16, which are the default
 
-Times every kernel of `t3d/kernels.py` with every tile that might do, HalfCheetah-v5's shapes and batch 256, and prints
-the fastest beside the one that is chosen now. All cores compile first; one process measures afterwards.
+Times every kernel of `t3d/learners/triton_mlp.py` with every tile that might do, HalfCheetah-v5's shapes and batch 256,
+and prints the fastest beside the one that is chosen now. All cores compile first; one process measures afterwards.
 """
 
 import itertools

@@ -55,7 +55,9 @@ def saved_algorithm(name: str | None, given: Any, where: str) -> ModuleType:
     """The algorithm that a run was trained with; any but `t3d.steps` must be given again."""
     algorithm = as_algorithm(given)
     if (name is None) != (algorithm is steps):
-        what = f"the algorithm {name}: give algorithm=…" if name else "t3d.steps: leave algorithm out"
+        what = "t3d.steps: leave algorithm out."
+        if name is not None:
+            what = f"the algorithm {name}, which files do not contain: use t3d.resume(run, algorithm=...) from Python."
         raise T3DError(f"{where} was trained with {what}")
     if algorithm_name(algorithm) != name:
         warn(f"{where} was trained with the algorithm {name}; this one is {algorithm_name(algorithm)}.")

@@ -385,6 +385,11 @@ def _env_in(config: Path) -> str:
     values = read_config(config)
     env = str(values["env"])
     _refuse_functions(values, config)
+    if values.get("algorithm") is not None:
+        raise T3DError(
+            f"{config}: the algorithm {values['algorithm']} was made by functions in Python, which files do not"
+            " contain; use t3d.train from Python."
+        )
     if ":" in env:
         raise T3DError(
             f"{config} imports a module for {env}; if you trust that module, type it: "

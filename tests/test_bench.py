@@ -49,18 +49,19 @@ def test_an_interval_is_stratified_and_always_the_same():
     assert (low, high) == statistics.interval([scores], lambda drawn: drawn.mean(1))
 
 
-def test_values_beside_what_came():
+def test_values_beside_discounted_returns():
     # Two seeds with an episode each: one terminates after two steps, one is cut by a time limit after three.
     q = np.array([[5.0, 1], [7, 1], [0, 1]])
     reward = np.array([[1.0, 4], [2, 4], [0, 4]])
     terminated = np.array([[False, False], [True, False], [False, False]])
     valid = np.array([[True, True], [True, True], [False, True]])
-    values = evaluator.compared([q, reward, terminated, valid], gamma=0.5, seeds=2)
-    assert values.expected[0] == 6 and values.came[0] == ((1 + 0.5 * 2) + 2) / 2
-    assert np.isnan(values.expected[1]) and np.isnan(values.came[1])  # what would have come later is half of it
-    values = evaluator.compared([q, reward, terminated, valid], gamma=0.1, seeds=2)
-    assert values.came[1] == pytest.approx(4.44)  # but for the first state a thousandth
-    assert values.expected[1] == 1
+    values = evaluator.compare_values([q, reward, terminated, valid], gamma=0.5, seeds=2)
+    assert values.predicted[0] == 6 and values.discounted_returns[0] == ((1 + 0.5 * 2) + 2) / 2
+    # What would have come later is half of it.
+    assert np.isnan(values.predicted[1]) and np.isnan(values.discounted_returns[1])
+    values = evaluator.compare_values([q, reward, terminated, valid], gamma=0.1, seeds=2)
+    assert values.discounted_returns[1] == pytest.approx(4.44)  # but for the first state a thousandth
+    assert values.predicted[1] == 1
 
 
 # ------------------------------------------------------------------------------------------------------- suites

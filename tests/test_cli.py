@@ -433,7 +433,7 @@ def test_a_file_does_not_decide_what_is_imported(run, tmp_path, capsys):
     Run(copy).write_config({**without_sum(config), "env": "antigravity:Pendulum-v1"})
     assert "--allow-module antigravity" in failed(capsys, "evaluate", copy)
     text = failed(capsys, "train", "--config", copy / "config.json", "--out", tmp_path / "new")
-    assert "type it: t3d train antigravity:Pendulum-v1" in text
+    assert "type it: " in text and "train antigravity:Pendulum-v1 --config" in text
     assert "antigravity" not in sys.modules and not (tmp_path / "new").exists()
 
 

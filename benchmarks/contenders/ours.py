@@ -4,11 +4,12 @@ import sys
 
 from serving import BATCH, BUFFER, HIDDEN, LEARNING_STARTS, serve
 
-from t3d import run_state, trainer
 from t3d.config import Config, resolve
 from t3d.display import Display
 from t3d.envs import env_factory
-from t3d.learners import accelerate, hardware
+from t3d.learners import hardware
+from t3d.run_state import RunSetup
+from t3d.trainer import Trainer
 
 
 def main(mode, precision, seeds, env):
@@ -23,18 +24,17 @@ def main(mode, precision, seeds, env):
         device="cpu",
     )
     config = resolve(config, "td3", env, int(seeds))
-    state = run_state.begin(env_factory(env), list(range(int(seeds))), config)
-    display = Display(config.steps, state.seeds, quiet=True)
+    setup = RunSetup(env_factory(env), list(range(int(seeds))), config)
+    display = Display(config.steps, setup.seeds, quiet=True)
     with hardware(config.threads, config.precision):
-        learner = accelerate(state.agent, state.memory, state.sums, config)
+        trainer = Trainer.in_memory(setup)
 
         def take_steps(n):
             for _ in range(n):
-                trainer.turn(state, config, learner)
-                trainer.learn_owed(state, config, learner)
-                display.advance(state.step)
-                if state.step % config.log_every == 0:
-                    trainer.training_rows(state, config, 0.0)
+                trainer.step()
+                display.advance(trainer.state.step)
+                if trainer.state.step % config.log_every == 0:
+                    trainer.training_rows(0.0)
 
         serve(take_steps, threads=config.threads)
 
