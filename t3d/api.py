@@ -113,7 +113,7 @@ def start(setup: RunSetup, out: str | Path | None = None, progress: bool = True)
                 display.say(line)
             for sentence in files.promises_off():
                 display.say(sentence)
-            if warning := short_of_disk(trainer.recorder.run.path, disk_needed(trainer.state)):
+            if warning := short_of_disk(here / trainer.recorder.run.path, disk_needed(trainer.state)):
                 display.say(warning)
             drive(trainer)
             return trainer.recorder.run
@@ -219,6 +219,8 @@ def refuse_other_sizes(run: Run, config: Config, say: Callable[[str], None]) -> 
         for sentence in passed:
             say(sentence)
         raise run.nothing_whole()
+    if shapes is None:
+        run.refuse_lost_checkpoints()
     shapes = shapes or {}
     asked: dict[str, Any] = {"num_envs": config.num_envs, "critics": config.critics, "seeds": len(run.seeds)}
     found: dict[str, Any] = dict(zip(("seeds", "num_envs"), shapes.get("collector.episode_length", ()), strict=False))

@@ -14,8 +14,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-# Control characters, lone surrogates, and characters that reverse or break a line in a terminal.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+# Control characters, lone surrogates, and characters that are invisible or reverse or break a line in a terminal.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\ud800-\udfff\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 
 
 class T3DError(ValueError):
@@ -46,7 +49,7 @@ def plain(text: str) -> str:
 
     def escaped(found: re.Match[str]) -> str:
         code = ord(found[0])
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+        return f"\\x{code:02x}" if code < 2**8 else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}"
 
     return _UNPRINTABLE.sub(escaped, text)
 
@@ -68,8 +71,13 @@ def shown(value: object) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException:  # for example from its own __repr__
-        text = f"a {type(value).__name__}"
+        text = f"a {class_name(value)}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def class_name(value: object) -> str:
+    """The name of a value's class, also if its metaclass defines another `__name__`."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def nearest(word: str, words: Iterable[str], count: int = 3) -> str:

@@ -46,7 +46,7 @@ MOST_TENSORS = 2**28  # bytes of a file whose expected size is unknown
 MOST_HEADER = 2**20  # bytes of the header of a safetensors file, if only the header is read
 MOST_NAMES, MOST_DIMS = 10_000, 8  # tensors in a file; dimensions of a tensor
 LARGEST_COUNT = 2**53  # in a file
-DENSE = 2**23  # bytes; a larger file must not be sparse
+DENSE = 2**20  # bytes; a larger file must not be sparse
 SUM = "sha256"  # the key of a checksum in JSON
 SEALED = "t3d"  # the key of the JSON in the header of sealed tensors
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool)
@@ -135,11 +135,10 @@ class Folder:
     def kind(self, name: str) -> str | None:
         """The kind of entry: file, folder, link, pipe, device or socket; None if it does not exist."""
         try:
-            mode = os.stat(self._name(name), dir_fd=self._descriptor, follow_symlinks=False).st_mode
+            with _os_errors("look at", self.path / name, but=FileNotFoundError):
+                mode = os.stat(self._name(name), dir_fd=self._descriptor, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise _cannot("look at", self.path / name, error) from error
         kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
         return kinds.get(stat.S_IFMT(mode), "device or socket")
 
@@ -196,11 +195,19 @@ class Folder:
         """Read a JSON file that holds an object."""
         return parse_object(self.read(name, MOST_JSON), self.path / name)
 
-    def sha256(self, name: str) -> str:
-        """The SHA-256 of a file in hexadecimal, computed without loading the whole file."""
+    def sha256(self, name: str, known: dict[tuple[int, ...], str] | None = None) -> str:
+        """The SHA-256 of a file in hexadecimal, computed without loading the whole file.
+
+        `known` caches the hashes of files by inode, so that a file with many names is read once.
+        """
+        known = {} if known is None else known
         with _os_errors("read", self.path / name), os.fdopen(self.open_file(name, os.O_RDONLY), "rb") as file:
             _refuse_sparse(file.fileno(), self.path / name)
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            now = os.fstat(file.fileno())
+            key = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+            if key not in known:
+                known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            return known[key]
 
     def write(self, name: str, content: bytes) -> Written:
         """Write a file atomically; its content is on disk when this returns."""
@@ -254,7 +261,7 @@ class Folder:
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
-    def lock(self, name: str, sentence: str) -> IO[str]:
+    def lock(self, name: str, sentence: str) -> IO[bytes]:
         """Lock `name` until the returned file is closed or this process ends.
 
         If another process holds the lock, raise `sentence`, with {} replaced by that process's description.
@@ -262,18 +269,18 @@ class Folder:
         with suppress(FileExistsError), _os_errors("write", self.path / name, but=FileExistsError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN
             os.close(os.open(self._name(name), flags, 0o666, dir_fd=self._descriptor))
-        file = os.fdopen(self.open_file(name, os.O_RDWR), "r+", encoding="utf-8", errors="replace")
+        # Unbuffered, so that closing it does not write again after a failed write.
+        file = os.fdopen(self.open_file(name, os.O_RDWR), "r+b", buffering=0)
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = file.read(200).strip() or "another process"
+            holder = file.read(200).decode(errors="replace").strip() or "another process"
             file.close()
             raise T3DError(sentence.replace("{}", holder)) from error
         with suppress(OSError):  # the description is optional: ignore a full disk
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         return file
 
 
@@ -377,10 +384,10 @@ def write_json(path: Path, value: Any) -> Written:
 # ------------------------------------------------------------------------------------------------------ JSON
 
 
-def parse_object(content: bytes, where: Path | str) -> dict[str, Any]:
-    """Parse an untrusted JSON object; refuse NaN, infinity and deep nesting."""
-    if content.count(b"{") + content.count(b"[") > MOST_PARTS:
-        raise T3DError(f"{where} holds more than {MOST_PARTS:,} objects and lists.")
+def parse_object(content: bytes, where: Path | str, most_parts: int = MOST_PARTS) -> dict[str, Any]:
+    """Parse an untrusted JSON object; refuse NaN, infinity, deep nesting and too many objects and lists."""
+    if content.count(b"{") + content.count(b"[") > most_parts:
+        raise T3DError(f"{where} holds more than {most_parts:,} objects and lists.")
     try:
         value = json.loads(content, parse_constant=_refuse, parse_float=_finite)
         _refuse_depth(value)

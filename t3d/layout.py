@@ -14,19 +14,25 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from t3d.errors import T3DError
+from t3d.errors import T3DError, shown
+from t3d.files import DEEPEST_JSON
 
 Layout = dict[str, Any]
 SMALLEST = 8  # pixels of each side of an image
-LARGEST = 2**24  # numbers in an observation of a file
+LARGEST = 2**24  # numbers in an observation
+DEEPEST = DEEPEST_JSON // 2 - 2  # levels of Dict and Tuple: each takes two of the JSON in a policy file
 
 
-def describe(space: spaces.Space[Any], name: str) -> Layout:
+def describe(space: spaces.Space[Any], name: str, depth: int = 0) -> Layout:
     """Convert an observation space to JSON. `name` is the environment in the error message."""
+    if depth > DEEPEST:
+        raise T3DError(f"{name} has an observation space nested deeper than {DEEPEST} levels.")
     if isinstance(space, spaces.Dict):
-        return {"kind": "dict", "parts": {key: describe(part, name) for key, part in space.spaces.items()}}
+        if other := [key for key in space.spaces if type(key) is not str]:
+            raise T3DError(f"{name} has an observation with the key {shown(other[0])}; keys must be strings.")
+        return {"kind": "dict", "parts": {key: describe(part, name, depth + 1) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
-        return {"kind": "tuple", "parts": [describe(part, name) for part in space.spaces]}
+        return {"kind": "tuple", "parts": [describe(part, name, depth + 1) for part in space.spaces]}
     if isinstance(space, spaces.Box) and _is_image(space, name):
         return {"kind": "image", "shape": list(space.shape)}
     if isinstance(space, spaces.Box | spaces.MultiBinary):

@@ -24,6 +24,7 @@ from t3d import files
 from t3d.agent import act
 from t3d.custom_network import Network, own_network
 from t3d.envs import ActionRange
+from t3d.envs.actions import DTYPES
 from t3d.errors import T3DError, plain
 from t3d.layout import Layout, check, flatten, size
 from t3d.networks import MLP, SHARED, Networks, Parameters
@@ -242,7 +243,7 @@ def _check_card(card: Card, weights: int | None) -> None:
         raise ValueError("returns must be finite numbers, or null")
     if len(card.lengths) != len(card.returns):
         raise ValueError("there must be as many lengths as returns")
-    if card.action_dtype not in ("float16", "float32", "float64"):
+    if card.action_dtype not in DTYPES:
         raise ValueError("action_dtype must be a floating point type")
     low, high = np.asarray(card.action_low, card.action_dtype), np.asarray(card.action_high, card.action_dtype)
     if low.shape != high.shape or not (low < high).all() or not np.isfinite([low, high]).all():

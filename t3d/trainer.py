@@ -407,7 +407,6 @@ def _restore_newest(state: RunState, recorder: Recorder) -> None:
     if found is None and checkpoints.written():
         raise run.nothing_whole()
     if found is None:
-        run.refuse_lost_checkpoints()
         say(f"{run.path} holds no checkpoint yet: it starts again from its config.json.")
         checkpoints.discard_unfinished()
         run.log.begin()

@@ -11,7 +11,9 @@ import torch
 
 from t3d import api, files
 from t3d.bench.suites import Task
+from t3d.bench.tables import read_result
 from t3d.errors import T3DError
+from t3d.files import Folder
 from t3d.limits import cores
 from t3d.runs.folder import Run
 
@@ -32,15 +34,17 @@ def train_suite(
     spent = 0.0
     for task in tasks:
         path = results / f"{task.name}.json"
-        if path.exists():
-            there = files.read_json(path)
-            size = f"{len(there['seeds'])} seeds and {there['steps'][-1]:,} steps"
+        with Folder.open(results) as folder:
+            there = read_result(folder, task) if folder.kind(path.name) else None
+        if there is not None:
+            size = f"{len(there.curves)} seeds and {there.steps[-1]:,} steps"
             say(f"{path} exists already, with {size}: it is left alone.")
+            seconds = there.wall_seconds
         else:
             run, seconds = _trained(task, seeds, settings, runs, progress)
             files.write_bytes(path, _compact(_result(task, run, seconds)).encode())
             say(f"{task.name}: written to {path}")
-        spent += files.read_json(path)["wall_seconds"]
+        spent += seconds
     say(f"{len(tasks)} tasks, {spent / 60:.1f} minutes in all.")
 
 
@@ -78,7 +82,7 @@ class Clock:
         self._path = path
         # Without this file there is no run, or it was removed.
         known = path.exists() and last_write.exists()
-        self._sessions: list[list[float]] = files.read_json(path).get("turns", []) if known else []
+        self._sessions = _sessions_in(path) if known else []
         if self._sessions:
             self._sessions[-1][1] = max(self._sessions[-1][0], last_write.stat().st_mtime)
         now = time.time()
@@ -89,6 +93,15 @@ class Clock:
     def seconds(self) -> float:
         self._sessions[-1][1] = time.time()
         return round(sum(end - begin for begin, end in self._sessions), 1)
+
+
+def _sessions_in(path: Path) -> list[list[float]]:
+    """The sessions in the file of a clock: pairs of times."""
+    turns = files.read_json(path).get("turns")
+    pairs: list[Any] = turns if isinstance(turns, list) else [None]
+    if not all(isinstance(pair, list) and list(map(type, pair)) == [float, float] for pair in pairs):
+        raise T3DError(f"{path} does not hold the times of a run; without this file, they are counted from now.")
+    return pairs
 
 
 def _result(task: Task, run: Run, seconds: float) -> dict[str, Any]:

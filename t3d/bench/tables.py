@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from t3d import files
 from t3d.bench import figures
-from t3d.bench.suites import ABLATION, LATER, PAPER, SUITES, SuiteName, Version, tasks_of
-from t3d.errors import T3DError
+from t3d.bench.suites import ABLATION, LATER, PAPER, SUITES, SuiteName, Task, Version, tasks_of
+from t3d.errors import T3DError, plain, shown
 from t3d.evaluate.statistics import best_mean, interquartile_mean, interval, last_mean
 from t3d.files import Folder
 
 MOST_SEEDS = 1_000  # per task: bootstrap intervals resample them ten thousand times
+LARGEST = 1e100  # the square of a return is finite
 TableRows = list[tuple[str, ...]]  # the first row is the header
 
 
@@ -52,19 +53,21 @@ def read_results(folder: Path) -> dict[SuiteName, list[Result]]:
         return found
     with Folder.open(folder) as opened:
         for suite in SUITES:
-            names = [f"{task.name}.json" for version in get_args(Version) for task in tasks_of(suite, version=version)]
-            there = [name for name in dict.fromkeys(names) if opened.kind(name) is not None]
-            if results := [read_result(opened, name) for name in there]:
+            tasks = {task.name: task for version in get_args(Version) for task in tasks_of(suite, version=version)}
+            there = [task for name, task in tasks.items() if opened.kind(f"{name}.json") is not None]
+            if results := [read_result(opened, task) for task in there]:
                 found[suite] = results
     return found
 
 
-def read_result(folder: Folder, name: str) -> Result:
-    """Read and check a result file."""
-    path, content = folder.path / name, folder.read(name, files.MOST_JSON)
+def read_result(folder: Folder, task: Task) -> Result:
+    """Read and check the result file of a task."""
+    path, content = folder.path / f"{task.name}.json", folder.read(f"{task.name}.json", files.MOST_JSON)
     values = files.parse_object(content, path)
     try:
         returns = np.array(values["returns"], float)
+        if returns.ndim != 3 or not returns.size:
+            raise ValueError("returns are not lists of seeds, evaluations and episodes")
         config = values["config"]
         pair = [np.array(values[key], float) for key in ("q_predicted", "discounted_return") if key in values]
         result = Result(
@@ -82,7 +85,7 @@ def read_result(folder: Folder, name: str) -> Result:
             wall_seconds=float(values["wall_seconds"]),
             digest=hashlib.sha256(content).hexdigest(),
         )
-        _check(result)
+        _check(result, task)
     except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         if isinstance(error, T3DError):
             raise
@@ -90,24 +93,33 @@ def read_result(folder: Folder, name: str) -> Result:
     return result
 
 
-def _check(result: Result) -> None:
+def _check(result: Result, task: Task) -> None:
     """Refuse a result that `t3d bench returns` would not write."""
-    texts = {"suite": result.suite, "env": result.env, "variant": result.variant}
-    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise ValueError(f"{wrong[0]} is not text")
+    if (result.suite, result.env, result.variant) != (task.suite, task.env, task.variant):
+        raise ValueError(f"its task is {shown((result.suite, result.variant, result.env))}")
     if not (isinstance(result.hardware, dict) and isinstance(result.versions, dict)):
         raise ValueError("hardware and versions are not objects")
+    machine = [result.hardware["processor"], result.hardware["gpu"] or ""]
+    if not all(map(_is_plain_text, [*machine, *result.versions, *result.versions.values()])):
+        raise ValueError("hardware and versions are not plain text")
     counts = {"steps": result.steps, "eval_every": [result.every], "eval_episodes": [result.episodes]}
     counts["cores"] = [result.hardware["cores"]]
     for name, numbers in counts.items():
         if not all(type(count) is int and 0 <= count < files.LARGEST_COUNT for count in numbers):
             raise ValueError(f"{name} are not whole numbers")
-    if result.curves.shape[1] != len(result.steps) or not result.steps:
+    if result.curves.shape[1] != len(result.steps):
         raise ValueError(f"{len(result.steps)} steps and {result.curves.shape[1]} evaluations")
-    if not 1 <= len(result.curves) <= MOST_SEEDS or (result.values and result.values[0].shape != result.curves.shape):
+    if len(result.curves) > MOST_SEEDS:
         raise ValueError(f"{len(result.curves):,} seeds; at most {MOST_SEEDS:,} are compared")
-    if not np.isfinite([*result.curves.flat, result.wall_seconds]).all() or result.variant not in ("", *ABLATION):
-        raise ValueError("returns that are not finite, or an unknown variant")
+    if any(part.shape != result.curves.shape for part in result.values or ()):
+        raise ValueError("q_predicted and discounted_return do not have a value for each evaluation of each seed")
+    sizes = np.abs([*result.curves.flat, result.wall_seconds])
+    if not (sizes < LARGEST).all() or any((np.abs(part) >= LARGEST).any() for part in result.values or ()):
+        raise ValueError(f"numbers that are not finite, or beyond {LARGEST:g}")
+
+
+def _is_plain_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 200 and plain(value) == value
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -216,9 +228,13 @@ def overestimation(results: Sequence[Result]) -> list[str]:
     sentences: dict[str, list[str]] = {}
     for result in results:
         if result.values is not None and result.variant in ("td3", "ddpg"):
-            predicted, discounted = (float(np.nanmean(part[:, -10:])) for part in result.values)
+            last = [part[:, -10:] for part in result.values]
+            if any(np.isnan(part).all() for part in last):
+                continue
+            predicted, discounted = (float(np.nanmean(part)) for part in last)
             cell = f"{title(result.variant)} predicted {number(predicted)}, discounted return {number(discounted)}"
-            sentences.setdefault(result.env, []).append(f"{cell} ({(predicted - discounted) / abs(discounted):+.0%})")
+            share = f" ({(predicted - discounted) / abs(discounted):+.0%})" if discounted else ""
+            sentences.setdefault(result.env, []).append(cell + share)
     return [f"{env}, value of a state: {'; '.join(cells)}." for env, cells in sentences.items()]
 
 

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from t3d.errors import T3DError
 
+DTYPES = ("float16", "float32", "float64")  # of an action
+
 
 @dataclass(frozen=True)
 class ActionRange:
@@ -27,6 +29,8 @@ class ActionRange:
             raise T3DError(f"{env} has the action space {space}; {why}.")
         if not np.issubdtype(space.dtype, np.floating):
             raise T3DError(f"{env} has actions that are whole numbers ({space.dtype}); TD3 needs continuous ones.")
+        if str(space.dtype) not in DTYPES:
+            raise T3DError(f"{env} has actions of the type {space.dtype}; it must be {', '.join(DTYPES)}.")
         if space.low.size == 0:
             raise T3DError(f"{env} has an action with no dimensions: there is nothing to learn.")
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from t3d.torch_private import import_compiler
 
 Maker = Callable[..., "gymnasium.Env[Any, Any]"]
 MAX_ARG = 1e6  # the largest number in environment arguments from a file
+_WORD = re.compile(r"[\w -]{0,100}")
 Adapter = Literal["mujoco.batch", "gymnasium", "envpool"]
 
 # Suites that need an import before `gymnasium.make`: the pattern of their ids, and the module that registers them.
@@ -71,7 +73,9 @@ class EnvFactory:
             raise T3DError(
                 "--pixels is not for a vector environment: wrap its environments so that they observe images."
             )
-        if pixels:
+        if self.args.get("render_mode") == "human" and not _has_display():
+            raise T3DError(f"{self.name}: render_mode human opens a window, and there is no display. Leave it out.")
+        if pixels or self.args.get("render_mode"):
             import_compiler()
         return replace(self, pixels=pixels, stack=stack)
 
@@ -88,8 +92,10 @@ class EnvFactory:
         if self.vector is not None or self._is_envpool:
             raise T3DError(f"--real-env is for a single environment; {self.name} is a batch.")
         env = replace(self, real=asked).one()
+        self._spare.append(env)  # now, so that `close` closes it
         real = asked or is_real(env) or isinstance(self.env, gymnasium.Env)
-        self._spare.append(RealEnv(env) if real else env)
+        if real:
+            self._spare[-1] = RealEnv(env)
         return replace(self, real=real)
 
     def close(self) -> None:
@@ -321,8 +327,19 @@ class EnvFactory:
 
 def is_real(env: Any) -> bool:
     """Whether the metadata of an environment declares it as real."""
-    metadata = getattr(env, "metadata", None)
-    return isinstance(metadata, Mapping) and metadata.get("real") is True
+
+    def declared() -> bool:
+        metadata = getattr(env, "metadata", None)
+        return isinstance(metadata, Mapping) and metadata.get("real") is True
+
+    try:
+        return bool(calling(declared))
+    except Raised as problem:
+        raise T3DError(f"the environment's metadata cannot be read: {problem}") from problem
+
+
+def _has_display() -> bool:
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _from_vector(vector: "VectorEnv[Any, Any, Any]", eval_env: str | Maker | None) -> EnvFactory:
@@ -369,16 +386,22 @@ def _with_version(env: str) -> str:
 def unsafe_arg(args: Any, key: str = "") -> tuple[str, Any] | None:
     """Return the name and value of the first argument that is neither a plain word nor a number up to MAX_ARG.
 
-    An environment may open or import what a text names, and a huge number may keep it busy forever.
+    An environment may open or import what a text names, also a key, and a huge number may keep it busy forever.
     """
     if isinstance(args, str):
-        plain = re.fullmatch(r"[\w -]{0,100}", args) and not os.path.lexists(args)
+        plain = _WORD.fullmatch(args) and not os.path.lexists(args)
         return None if plain else (key, args)
     if isinstance(args, int | float):
         return (key, args) if abs(args) > MAX_ARG else None
-    parts = args.items() if isinstance(args, dict) else enumerate(args) if isinstance(args, list) else ()
-    found = (unsafe_arg(value, key or str(name)) for name, value in parts)
-    return next((one for one in found if one is not None), None)
+    if isinstance(args, list):
+        return next(filter(None, (unsafe_arg(value, key) for value in args)), None)
+    for name, value in args.items() if isinstance(args, dict) else ():
+        # The outer keys are the names of parameters: a file of the same name does not matter.
+        unsafe_key = unsafe_arg(name, key) if key else None if _WORD.fullmatch(name) else (name, value)
+        opens_window = name == "render_mode" and value not in (None, "rgb_array")
+        if found := unsafe_key or ((name, value) if opens_window else unsafe_arg(value, key or name)):
+            return found
+    return None
 
 
 def refuse_paths(args: Any, where: str) -> None:
@@ -386,7 +409,8 @@ def refuse_paths(args: Any, where: str) -> None:
     if found := unsafe_arg(args):
         raise T3DError(
             f"{where} passes {shown(found[0])} = {shown(found[1])} to the environment, which may open or import it,"
-            " or compute with it for very long. If you trust it, add --allow-env-args (in Python: allow_env_args=True)."
+            " open a window, or compute with it for very long. If you trust it, add --allow-env-args (in Python:"
+            " allow_env_args=True)."
         )
 
 
@@ -408,7 +432,7 @@ def env_factory(
         if module and allowed_modules is not None and module not in allowed_modules:
             raise T3DError(
                 f"{env} imports the module {module}, and its name comes from a file."
-                f" If you trust it, add --allow-module {module}."
+                f" If you trust it, add --allow-module {shlex.quote(module)}."
             )
         env = _with_version(env)
     elif not callable(env):

@@ -20,10 +20,10 @@ from t3d.envs.batch import (
     find_nonfinite,
     refuse_nonfinite,
 )
-from t3d.envs.slots import Lost, Raised, Slot, calling
+from t3d.envs.slots import Lost, Raised, Slot, calling, items
 from t3d.envs.workers import Worker, close_all
 from t3d.errors import T3DError, shortened, shown
-from t3d.layout import Layout, describe, flatten, size
+from t3d.layout import LARGEST, Layout, describe, flatten, size
 from t3d.pixels.frame_stack import FrameStack
 
 # Values of these types are used as they are; others are converted by `GymBatch._number` and `GymBatch._flag`.
@@ -168,9 +168,10 @@ class GymBatch:
             self._length[i] = 0
             try:
                 returned = self._slots[i].reset(self._episode_seed(i, self._episode[i]))
-                if not (isinstance(returned, tuple) and len(returned) == 2):
+                parts = items(returned)
+                if parts is None or len(parts) != 2:
                     raise self._wrong(i, f"reset() gave {shown(returned)}, not (observation, info)")
-                return self._checked(i, returned[0])
+                return self._checked(i, parts[0])
             except Lost:
                 losses += 1
             except (Raised, EnvError) as problem:
@@ -178,10 +179,11 @@ class GymBatch:
 
     def _store(self, i: int, returned: Any, result: StepResult) -> None:
         """Check what `step` returned and write it into `result`."""
-        if not (isinstance(returned, tuple) and len(returned) == 5):
-            given = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else shown(returned)
+        parts = returned if type(returned) is tuple else items(returned)
+        if parts is None or len(parts) != 5:
+            given = shown(returned) if parts is None else f"a tuple of {len(parts)}"
             raise self._wrong(i, f"step() gave {given}, not (observation, reward, terminated, truncated, info)")
-        raw, reward, terminated, truncated, _ = returned
+        raw, reward, terminated, truncated, _ = parts
         reward = float(reward) if type(reward) in REWARD_TYPES else self._number(i, reward)
         if not abs(reward) <= LARGEST_REWARD:
             refuse_nonfinite(lambda _: self._where(i), self._obs[:0], np.array([reward]))
@@ -262,4 +264,6 @@ def obs_layout(space: spaces.Space[Any], name: str) -> Layout:
     layout = describe(space, name)
     if size(layout) == 0:
         raise T3DError(f"{name} has an observation without numbers: there is nothing to learn from.")
+    if size(layout) > LARGEST:
+        raise T3DError(f"{name} has an observation of {size(layout):,} numbers; at most {LARGEST:,} are supported.")
     return layout

@@ -7,7 +7,7 @@ import gymnasium
 from numpy.typing import NDArray
 
 from t3d.envs.worker import counts_resets, said, self_resets, whole_traceback
-from t3d.errors import warn
+from t3d.errors import class_name, warn
 
 
 class Lost(Exception):
@@ -113,6 +113,13 @@ def calling(call: Callable[[], Any]) -> Any:
         raise raised(problem) from problem
 
 
+def items(returned: Any) -> tuple[Any, ...] | None:
+    """The items of a tuple; None for another value. Methods of a subclass are not called: they may raise."""
+    if type(returned) is tuple:
+        return returned
+    return tuple(tuple.__iter__(returned)) if issubclass(type(returned), tuple) else None
+
+
 def raised(problem: BaseException) -> Raised:
     """An environment's exception as `Raised`."""
     return Raised(said(problem), whole_traceback(problem))
@@ -123,4 +130,4 @@ def close_env(env: Any) -> None:
     try:
         calling(env.close)
     except Raised as problem:
-        warn(f"{type(getattr(env, 'unwrapped', env)).__name__}: close() raised {problem}")
+        warn(f"{class_name(getattr(env, 'unwrapped', env))}: close() raised {problem}")

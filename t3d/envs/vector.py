@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from t3d.envs.actions import ActionRange
 from t3d.envs.batch import EnvError, EpisodeSeed, Flags, Floats, StepResult, refuse_nonfinite
 from t3d.envs.gym import as_array, obs_layout
-from t3d.envs.slots import Raised, calling, close_env
+from t3d.envs.slots import Raised, calling, close_env, items
 from t3d.errors import T3DError, shown
 from t3d.layout import channels_last, size
 from t3d.pixels.frame_stack import FrameStack
@@ -69,10 +69,11 @@ class VectorBatch:
         is_active = np.ones(self.count, bool) if active is None else active
         env_actions = self.actions.to_env(np.asarray(actions))
         returned = self._call("step", lambda: self._env.step(env_actions))
-        if not (isinstance(returned, tuple) and len(returned) == 5):
+        parts = items(returned)
+        if parts is None or len(parts) != 5:
             what = "not (observations, rewards, terminated, truncated, info)"
             raise self._wrong(f"step() gave {shown(returned)}, {what}")
-        raw, reward, terminated, truncated, info = returned
+        raw, reward, terminated, truncated, info = parts
         obs, reward = self._flat(raw), self._per_env("rewards", reward, "biuf").astype(np.float64)
         terminated = self._per_env("terminated flags", terminated, "b")
         truncated = self._per_env("truncated flags", truncated, "b")
@@ -111,9 +112,10 @@ class VectorBatch:
         return EnvError(f"{self._where()}: {what}.")
 
     def _obs_and_info(self, returned: Any) -> tuple[Any, Any]:
-        if not (isinstance(returned, tuple) and len(returned) == 2):
+        parts = items(returned)
+        if parts is None or len(parts) != 2:
             raise self._wrong(f"reset() gave {shown(returned)}, not (observations, info)")
-        return returned[0], returned[1]
+        return parts[0], parts[1]
 
     def _per_env(self, name: str, raw: Any, kinds: str) -> NDArray[Any]:
         """Return an array (N,) of numbers or flags; raise EnvError for anything else."""

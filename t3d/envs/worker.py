@@ -108,9 +108,14 @@ def said(problem: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as second:
-        text = f"its message cannot be read: {type(second).__name__} in __str__"
+        text = f"its message cannot be read: {_class_name(second)} in __str__"
     frames = traceback.extract_tb(problem.__traceback__)
-    return f"{type(problem).__name__}: {text}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
+    return f"{_class_name(problem)}: {text}" + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
+
+
+def _class_name(value: Any) -> str:
+    """The name of a value's class, also if its metaclass defines another `__name__`."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def whole_traceback(problem: BaseException) -> str:

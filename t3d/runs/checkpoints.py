@@ -41,6 +41,7 @@ from t3d.runs.manifest import (
     STATE_NAME,
     Manifest,
     Segment,
+    candidates,
     most_manifest,
     read_manifest,
     refuse_misfit,
@@ -89,6 +90,7 @@ class Checkpoints:
         self.run, self.metrics, self.about, self.say = run, run.log, about, say
         self.segments: list[Segment] = []
         self._most = 0  # the size limit of a manifest in bytes
+        self._hashes: dict[tuple[int, ...], str] = {}  # of the files read by `newest`
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         for name in ("checkpoints", "replay"):
@@ -227,10 +229,12 @@ class Checkpoints:
 
         `most_state` is the size limit of the state. Newer checkpoints that are skipped are reported with the reason.
         """
-        rings = memory.rings()
+        rings, positions = memory.rings(), self.metrics.positions()
         self._most = most_manifest(len(rings))
+        self._hashes.clear()
         with self._folder("checkpoints") as checkpoints, self._folder("replay") as replay:
-            for step in reversed(steps_in(checkpoints)):
+            steps, older = candidates(checkpoints)
+            for step in steps:
                 try:
                     with checkpoints.inside(f"step-{step}") as folder:
                         if folder.kind(manifests.NAME) is None:
@@ -239,20 +243,31 @@ class Checkpoints:
                         found = read_manifest(folder, step, self._most, self.run.identity)
                         most = max(sum(ring.rows[: ring.capacity].nbytes for ring in rings), 2 * LARGE)
                         refuse_misfit(found, rings, most_state, most, folder.path / manifests.NAME)
-                        self.metrics.check(found.metrics)
-                        _check(folder, found.state_file, found.state.size, found.state.sha256)
+                        positions.check(found.metrics)
+                        self._check(folder, found.state_file, found.state.size, found.state.sha256)
                     for part in found.segments:
                         self._check_or_repair(replay, part)
                     return found
                 except T3DError as error:
                     self.say(f"{error} The checkpoint of step {step:,} is skipped.")
+            for sentence in older:
+                self.say(sentence)
         return None
+
+    def _check(self, folder: Folder, name: str, size: int, sha256: str) -> None:
+        path = folder.path / name
+        if folder.kind(name) is None:
+            raise T3DError(f"{path} is missing.")
+        if (now := folder.size(name)) != size:
+            raise T3DError(f"{path} has {now:,} bytes, but {size:,} were written: it is damaged.")
+        if folder.sha256(name, self._hashes) != sha256:
+            raise T3DError(f"{path} does not match its checksum: it is damaged.")
 
     def _check_or_repair(self, replay: Folder, part: Segment) -> None:
         """Repair a segment from its parity file, or the parity file from the segment; raise T3DError if both fail."""
         parity_file = part.file + PARITY
         try:
-            _check(replay, part.file, part.size, part.sha256)
+            self._check(replay, part.file, part.size, part.sha256)
         except T3DError as damage:
             content = _repaired(replay, part)
             if content is None:
@@ -260,7 +275,7 @@ class Checkpoints:
             replay.write(part.file, content)
             self.say(f"{damage} It was repaired from {parity_file}.")
         try:
-            _check(replay, parity_file, parity_size(part.size), part.parity_sha256)
+            self._check(replay, parity_file, parity_size(part.size), part.parity_sha256)
         except T3DError as damage:
             if replay.kind(parity_file) in ("file", None):
                 replay.write(parity_file, parity(replay.read(part.file, part.size)))
@@ -279,7 +294,8 @@ class Checkpoints:
         self.segments = list(found.segments)
         with self._folder("checkpoints", f"step-{found.step}") as folder:
             state = _read_tensors(folder, found.state_file, found.state.size, found.state.sha256)
-            if "step" not in state or state["step"].numel() != 1 or int(state["step"]) != found.step:
+            step = state.get("step", torch.empty(0))
+            if step.dtype != torch.int64 or step.numel() != 1 or int(step) != found.step:
                 raise T3DError(f"{folder.path}: the state is from a different step.")
             for name, stored in memory.counts().items():
                 if not np.array_equal(state.get(f"learner.memory.{name}", ()), stored):
@@ -328,17 +344,6 @@ def _has_manifest(checkpoints: Folder, step: int) -> bool:
             return folder.kind(manifests.NAME) is not None
     except T3DError:
         return False  # for example a link
-
-
-def _check(folder: Folder, name: str, size: int | None, sha256: str) -> None:
-    path = folder.path / name
-    if folder.kind(name) is None:
-        raise T3DError(f"{path} is missing.")
-    now = folder.size(name)
-    if size is not None and now != size:
-        raise T3DError(f"{path} has {now:,} bytes, but {size:,} were written: it is damaged.")
-    if folder.sha256(name) != sha256:
-        raise T3DError(f"{path} does not match its checksum: it is damaged.")
 
 
 def _read_tensors(folder: Folder, name: str, size: int, sha256: str) -> dict[str, Tensor]:

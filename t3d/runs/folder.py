@@ -164,7 +164,7 @@ class Run:
             raise T3DError(f"{self.log.path} has a row of seed {strange}, but the run has no such seed.")
         return rows
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A hash of the settings that cannot change; checkpoints and policies store it."""
         values = {name: value for name, value in self.config.items() if name not in CHANGEABLE}
@@ -263,7 +263,7 @@ class Run:
     def policy_path(self, seed: int, which: Which) -> Path:
         return self.path / "policies" / f"{which}-seed-{seed}.safetensors"
 
-    def lock(self) -> IO[str]:
+    def lock(self) -> IO[bytes]:
         """Lock the folder until the returned file is closed or this process ends."""
         sentence = f"{self.path} is locked by {{}}: only one process can write to a run folder."
         with self.folder() as folder:
@@ -287,6 +287,7 @@ class Run:
         with self.folder() as folder:
             folder.write_json(CONFIG, files.with_sum(values))
         self.__dict__["config"] = values  # the cached property
+        self.__dict__.pop("identity", None)  # computed from it
 
     def update_config(self, changed: dict[str, Any]) -> None:
         """Write config.json again if one of these values differs."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ FORMAT = 6
 NAME = "manifest.json"
 SPARE = 2**20  # bytes for the header of a file
 MOST_SEGMENTS = 1_000  # in a manifest
+MOST_PARTS = 4 * MOST_SEGMENTS  # objects and lists in a manifest: a segment has three
+MOST_CANDIDATES = 8  # only the newest checkpoints are examined
 LARGEST = 2**53  # counts in a manifest are smaller
 
 FOLDER_NAME = re.compile(r"step-(0|[1-9][0-9]{0,14})", re.ASCII)
@@ -62,15 +65,23 @@ def steps_in(checkpoints: Folder) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def candidates(checkpoints: Folder) -> tuple[list[int], list[str]]:
+    """The newest steps, newest first, and a message if there are older ones, which are not examined."""
+    steps = steps_in(checkpoints)[::-1]
+    more = len(steps) - MOST_CANDIDATES
+    message = f"{checkpoints.path}: {more:,} older checkpoints were not examined."
+    return steps[:MOST_CANDIDATES], [message] if more > 0 else []
+
+
 def most_manifest(rings: int) -> int:
     """The size limit of a manifest in bytes; a longer one is not parsed."""
-    return 2**20 + 2**13 * rings
+    return 2**19 + 2**13 * rings
 
 
 def read_manifest(folder: Folder, step: int, most: int, identity: str) -> Manifest:
     """Read and check the manifest in a checkpoint's folder; `most` is its size limit in bytes."""
     path = folder.path / NAME
-    values = files.without_sum(files.parse_object(folder.read(NAME, most), path), path)
+    values = files.without_sum(files.parse_object(folder.read(NAME, most), path, MOST_PARTS), path)
     files.refuse_format(path, values.pop("format", None), FORMAT)
     try:
         state, mark = Written(**values.pop("state")), Mark(**values.pop("metrics"))
@@ -95,6 +106,8 @@ def _check(manifest: Manifest, step: int) -> None:
     mark = manifest.metrics
     if not (_is_count(mark.size) and _is_count(mark.rows) and _CHAIN.fullmatch(mark.chain)):
         raise ValueError(f"metrics cannot be {mark}")
+    if mark.rows == 0 and mark != Mark():
+        raise ValueError(f"metrics have no rows and cannot be {mark}")
     if not all(map(_is_count, manifest.capacities)) or len(manifest.segments) > MOST_SEGMENTS:
         raise ValueError("its counts are not valid")
     if len({part.file for part in manifest.segments}) < len(manifest.segments):
@@ -111,6 +124,9 @@ def _check(manifest: Manifest, step: int) -> None:
             raise ValueError(f"{part.file} does not list its rows")
         if any(first > last for first, last in zip(part.first, part.last, strict=True)):
             raise ValueError(f"{part.file} has a last row before its first")
+    for before, after in pairwise(manifest.segments):
+        if any(last > first for last, first in zip(before.last, after.first, strict=True)):
+            raise ValueError(f"{after.file} has rows of {before.file}")
 
 
 def _is_count(number: Any) -> bool:
@@ -178,7 +194,8 @@ def _manifests(run: Folder, seeds: int, identity: str, skipped: list[str]) -> It
     if run.kind("checkpoints") is None:
         return
     with run.inside("checkpoints") as checkpoints:
-        for step in reversed(steps_in(checkpoints)):
+        steps, older = candidates(checkpoints)
+        for step in steps:
             try:
                 with checkpoints.inside(f"step-{step}") as folder:
                     if folder.kind(NAME) is None:
@@ -187,3 +204,4 @@ def _manifests(run: Folder, seeds: int, identity: str, skipped: list[str]) -> It
                     yield manifest, folder
             except T3DError as error:
                 skipped.append(f"{error} The checkpoint of step {step:,} is skipped.")
+    skipped += older

@@ -10,6 +10,7 @@ again.
 import json
 import os
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -133,16 +134,15 @@ class Metrics:
             return found, str(damage)
         return found, self._truncated_row(last)
 
-    def check(self, mark: Mark) -> None:
-        """Raise T3DError unless the rows up to `mark` are those of the checkpoint."""
-        if mark.rows == 0:
-            return
-        for now, _ in self._lines():
-            if now.rows == mark.rows:
-                if now != mark:
-                    raise T3DError(f"{self.path}, line {now.rows}: {_DAMAGED}")
-                return
-        raise T3DError(f"{self.path} ends before row {mark.rows}: {_LOST}")
+    def positions(self) -> "Positions":
+        """Read the checksums once, to check the marks of several checkpoints."""
+        found = Positions(self.path)
+        try:
+            for mark, _ in _chained(self._file_lines(), self.path):
+                found.add(mark)
+        except T3DError as damage:
+            found.damage = damage
+        return found
 
     def _truncated_row(self, last: Mark) -> str:
         """Return a message if there are bytes after the last complete row."""
@@ -151,18 +151,41 @@ class Metrics:
         return f"{self.path}, line {last.rows + 1}, is cut off after {rest} bytes: it is ignored." if rest > 0 else ""
 
     def _lines(self) -> Iterator[tuple[Mark, dict[str, Any]]]:
+        return _checked(self._file_lines(), self.path)
+
+    def _file_lines(self) -> Iterator[bytes]:
         with self._folder() as folder:
             descriptor = folder.open_file(NAME, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
-            yield from _checked(iter(lambda: file.readline(LONGEST), b""), self.path)
+            yield from iter(lambda: file.readline(LONGEST), b"")
+
+
+class Positions:
+    """The position after each row, and the damage that ends the rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damage: T3DError | None = None
+        self._sizes, self._chains = array("Q"), array("Q")  # compact: a run may have a million rows
+
+    def add(self, mark: Mark) -> None:
+        self._sizes.append(mark.size)
+        self._chains.append(int(mark.chain, 16))
+
+    def check(self, mark: Mark) -> None:
+        """Raise T3DError unless the rows up to `mark` are those of the checkpoint."""
+        if mark.rows > len(self._sizes):
+            raise self.damage or T3DError(f"{self.path} ends before row {mark.rows}: {_LOST}")
+        if mark.rows and (mark.size, int(mark.chain, 16)) != (self._sizes[mark.rows - 1], self._chains[mark.rows - 1]):
+            raise T3DError(f"{self.path}, line {mark.rows}: {_DAMAGED}")
 
 
 _DAMAGED = "the checksum does not match: this row is damaged, or a row before it is missing."
 _LOST = "rows are missing."
 
 
-def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[str, Any]]]:
-    """Check and yield rows, each with the position after it; ignore an incomplete last row."""
+def _chained(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, bytes]]:
+    """Check the checksums and yield rows, each with the position after it; ignore an incomplete last row."""
     mark = Mark()
     for line in lines:
         if not line.endswith(b"\n"):
@@ -172,14 +195,20 @@ def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[st
         text, chain = line[: -_TAIL - 1] + b"}", _chain(mark.chain, line[: -_TAIL - 1] + b"}")
         if line[-_TAIL - 1 :] != f', "chain": "{chain}"}}\n'.encode():
             raise T3DError(f"{path}, line {mark.rows + 1}: {_DAMAGED}")
+        mark = Mark(mark.size + len(line), mark.rows + 1, chain)
+        yield mark, text
+
+
+def _checked(lines: Iterator[bytes], path: Path) -> Iterator[tuple[Mark, dict[str, Any]]]:
+    """Check and parse rows, as `_chained`."""
+    for mark, text in _chained(lines, path):
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise T3DError(f"{path}, line {mark.rows + 1}, is not valid JSON ({str(error)[:120]}).") from error
-        if problem := _problem(row, mark.rows):
-            raise T3DError(f"{path}, line {mark.rows + 1}, is not a row of metrics: {problem}.")
+            raise T3DError(f"{path}, line {mark.rows}, is not valid JSON ({str(error)[:120]}).") from error
+        if problem := _problem(row, mark.rows - 1):
+            raise T3DError(f"{path}, line {mark.rows}, is not a row of metrics: {problem}.")
         del row["n"]
-        mark = Mark(mark.size + len(line), mark.rows + 1, chain)
         yield mark, row
 
 
