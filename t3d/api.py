@@ -169,14 +169,19 @@ def resume(
             factory = factory.as_real(config.real_env)
             if factory.real and not config.real_env:
                 raise T3DError(f"{run.path} was not begun on a real environment, and this one says that it is real.")
-            setup = RunSetup(factory, run.seeds, config, run.config["preset"], own, module)
-            with Trainer.resume(setup, run, display) as trainer:
-                if trainer.finished:
-                    display.say(f"{run.path} is finished: all {config.steps:,} steps are done. --steps N adds to them.")
-                    draw(run, display.say)
-                else:
-                    drive(trainer)
+            continue_run(RunSetup(factory, run.seeds, config, run.config["preset"], own, module), run, display)
     return run
+
+
+def continue_run(setup: RunSetup, run: Run, display: Display) -> None:
+    """Train the rest of a run; a finished one is only reported."""
+    with Trainer.resume(setup, run, display) as trainer:
+        if trainer.finished:
+            steps = setup.config.steps
+            display.say(f"{run.path} is finished: all {steps:,} steps are done. --steps N adds to them.")
+            draw(run, display.say)
+        else:
+            drive(trainer)
 
 
 def saved_factory(
