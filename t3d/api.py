@@ -178,7 +178,7 @@ def continue_run(setup: RunSetup, run: Run, display: Display) -> None:
     with Trainer.resume(setup, run, display) as trainer:
         if trainer.finished:
             steps = setup.config.steps
-            display.say(f"{run.path} is finished: all {steps:,} steps are done. --steps N adds to them.")
+            display.say(f"{run.path} is finished: all {steps:,} steps are done. More --steps than that continue it.")
             draw(run, display.say)
         else:
             drive(trainer)

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -92,8 +93,9 @@ class Train:
 class Resume:
     """Continue a run that stopped, or extend a finished run.
 
-    The run continues from its newest complete checkpoint. The results are
-    bit-identical to those of a run that never stopped.
+    The run continues from its newest complete checkpoint. On the same machine
+    and versions, the results are bit-identical to those of a run that never
+    stopped.
     """
 
     run: Annotated[Path, POSITIONAL, Shown("RUN")]
@@ -103,7 +105,7 @@ class Resume:
     on_env_error: Annotated[Literal["stop", "cut"] | None, Shown("{stop,cut}", default="as before")] = None
     """When an environment step fails: stop saves the run and exits; cut truncates the episode and continues."""
     max_env_errors: Annotated[int | None, Shown("INT", default="as before")] = None
-    """Number of failed steps after which --on-env-error cut stops the run too."""
+    """Failed steps that --on-env-error cut tolerates. One more stops the run."""
     allow_module: Annotated[tuple[str, ...], Shown("NAME ...")] = ()
     """Modules that may be imported to create the environment."""
     allow_env_args: bool = False
@@ -139,7 +141,7 @@ class Doctor:
     Without ENV, all MuJoCo tasks of Gymnasium are checked.
     """
 
-    env: Annotated[tuple[str, ...], POSITIONAL, Shown("ENV ...")] = ()
+    env: Annotated[tuple[str, ...], POSITIONAL, Shown("[ENV ...]")] = ()
     """Environment ids."""
     steps: int = 1_000
     """Steps with random actions that are compared bit for bit with gymnasium.make."""
@@ -209,7 +211,8 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any) -
     if issubclass(category, T3DWarning):
         complain(str(message))
     else:
-        complain(f"{category.__name__}: {message} ({where[0]}:{where[1]})")
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(message))  # colours
+        complain(f"{category.__name__}: {text} ({where[0]}:{where[1]})")
 
 
 def parse(arguments: list[str]) -> Command:
@@ -371,12 +374,12 @@ def _refuse_functions(values: dict[str, Any], where: Path) -> None:
     if values.get("network"):
         raise T3DError(
             f"{where}: the network {values['network']} was made by functions in Python, which files do not contain;"
-            " use t3d.train or t3d.load from Python."
+            " use t3d.load from Python."
         )
     if values.get("callable"):
         raise T3DError(
             f"{where}: the environment {values['env']} was made by a function in Python, which files do not contain;"
-            " use t3d.train or t3d.load from Python."
+            " use t3d.load from Python."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from t3d.errors import T3DError, nearest, shown
 from t3d.limits import cores
-from t3d.options import Group, Shown, flag, takes
+from t3d.options import Group, Shown, flag, same_option, takes
 from t3d.steps import Hyperparameters
 from t3d.torch_private import has_avx512_bf16
 
@@ -78,7 +78,7 @@ class Config(Hyperparameters):
     on_env_error: Annotated[Literal["stop", "cut"], Group.ENVIRONMENT] = "stop"
     """When an environment step fails: stop saves the run and exits; cut truncates the episode and continues."""
     max_env_errors: Annotated[int, Group.ENVIRONMENT] = 100
-    """Number of failed steps after which --on-env-error cut stops the run too."""
+    """Failed steps that --on-env-error cut tolerates. One more stops the run."""
     real_env: Annotated[bool, Group.ENVIRONMENT] = False
     """The environment is physical hardware. It exists once, is evaluated only on request, and its episodes are not
     replayed on resume."""
@@ -96,8 +96,8 @@ class Config(Hyperparameters):
     """Compare the first critic's Q-values in evaluations with the returns that followed, where no time limit hides
     them."""
     async_eval: Annotated[Literal["auto", "on", "off"], Group.EVALUATION] = "auto"
-    """Async evaluation: evaluate on the CPU, in a separate process, while training continues. auto enables it when
-    training uses a GPU."""
+    """Async evaluation: evaluate on the CPU, in a separate process, while training continues. auto enables it where
+    training uses a GPU, a quarter of the cores is free, and actors are small and see no images."""
 
     checkpoint_every: Annotated[str, Group.SAVING, Shown("N | 60s")] = "60s"
     """Environment steps between checkpoints, or seconds, as in 60s."""
@@ -111,7 +111,7 @@ class Config(Hyperparameters):
     on a GPU. Compiling takes about a minute."""
     overlap: Annotated[Literal["auto", "on", "off"], Group.HARDWARE] = "auto"
     """Run updates while the environments step. Actions then use the parameters of one update earlier. auto enables it
-    on GPUs."""
+    on GPUs with --train-freq step."""
     precision: Annotated[Literal["fp32", "tf32", "bf16"], Group.HARDWARE] = "fp32"
     """Precision of matrix products. tf32 needs a GPU; bf16 needs a GPU or a CPU with AVX512-BF16."""
 
@@ -183,7 +183,7 @@ def from_values(values: dict[str, Any], base: Config, where: str) -> Config:
     known = {field.name for field in fields(Config)}
     for name in values:
         if name not in known:
-            raise T3DError(f"{where}: there is no setting '{name}'.{nearest(name, known)}")
+            raise T3DError(f"{where}: there is no option '{name}'.{same_option(name) or nearest(name, known)}")
     hints = get_type_hints(Config)  # Annotated is stripped
     return replace(base, **{name: _typed(where, name, value, hints[name]) for name, value in values.items()})
 
@@ -192,6 +192,8 @@ def _typed(where: str, name: str, value: Any, hint: Any) -> Any:
     """The value, converted to the type of the option: 1e6 is a whole number, [64, 64] is a tuple."""
     wrong = T3DError(f"{where}: {name} cannot be {shown(value)}: it takes {_expected(hint)}.")
     if get_origin(hint) is Literal:
+        if isinstance(value, bool) and "on" in get_args(hint):
+            return "on" if value else "off"
         if value not in get_args(hint):
             raise wrong
         return value
@@ -279,7 +281,7 @@ def refuse_conflicts(config: Config) -> None:
     """Refuse options that exclude each other."""
     if config.overlap == "on" and config.train_freq == "episode":
         raise T3DError(
-            "--overlap on needs --train-freq step: after an episode, no environment steps during the updates."
+            "--overlap on needs --train-freq step: with --train-freq episode no environment steps during the updates."
         )
     if config.random_steps >= config.steps:
         raise T3DError(

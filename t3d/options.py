@@ -319,12 +319,42 @@ def _similar(name: str, options: Sequence[Option]) -> str:
     for option in options:
         if option.positional and option.name.lower() == word:
             return f" {option.name} is given without {name}."
+    if same := same_option(word):
+        return same
     inverse = word.startswith("no-")
     names = [name[2:] for option in options for name in option.names if inverse or not name.startswith("--no-")]
     close = get_close_matches(word, names, 1, 0.7)
     parts = [one for one in names if word in one.split("-")]  # --lr: --actor-lr or --critic-lr
     found = close or (parts if len(parts) <= 3 else [])
     return f" Did you mean {' or '.join('--' + one for one in found)}?" if found else ""
+
+
+# What the paper, the documents and other libraries call an option.
+OTHER_NAMES = {
+    "steps": ("total-timesteps", "max-timesteps", "num-timesteps", "timesteps", "total-steps"),
+    "random-steps": ("learning-starts", "start-timesteps", "start-steps", "warmup-steps"),
+    "exploration-noise": ("expl-noise", "action-noise", "act-noise"),
+    "target-noise": ("policy-noise", "target-policy-noise"),
+    "target-noise-clip": ("noise-clip",),
+    "policy-delay": ("policy-freq", "policy-frequency"),
+    "actor-lr and --critic-lr": ("lr", "learning-rate"),
+    "eval-every": ("eval-freq", "eval-frequency"),
+    "gamma": ("discount",),
+    "buffer-size": ("memory-size", "replay-size", "max-size"),
+    "hidden": ("net-arch", "hidden-sizes", "hidden-dim", "layers"),
+    "updates-per-step": ("gradient-steps", "utd", "updates"),
+    "num-envs": ("n-envs",),
+    "her": ("relabel",),
+    "async-eval": ("eval-beside",),
+    "train-freq": ("update-after",),
+    "worker-timeout": ("stall-seconds",),
+}
+
+
+def same_option(name: str) -> str:
+    """The option that has another name elsewhere, as a sentence; or nothing."""
+    word = name.lstrip("-").lower().replace("_", "-")
+    return next((f" Here it is --{own}." for own, others in OTHER_NAMES.items() if word in others), "")
 
 
 def _misfit(name: str, option: Option, value: str) -> str:

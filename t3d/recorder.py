@@ -123,7 +123,7 @@ class Recorder:
             kept = "The run up to the failed step is saved."
         except T3DError as problem:  # it must not hide what happened
             kept = f"What came since the last checkpoint could not be saved: {problem}"
-        report = self._report(failure, state)
+        report = self._report(failure, state, state.step)
         can_be_cut = failure.call == "step" and not state.collector.envs.together and not failure.in_evaluation
         how = {"on_env_error": "cut"} if can_be_cut else {}
         return T3DError(
@@ -131,12 +131,12 @@ class Recorder:
             f"{' without this episode' if how else ''}: {self.run.command('resume', **how)}"
         )
 
-    def cut(self, failures: list[EnvError], state: RunState) -> None:
-        """Report failed steps whose episodes were cut; too many of them stop the run."""
+    def cut(self, failures: list[EnvError], state: RunState, step: int) -> None:
+        """Report steps that failed after step `step`, whose episodes were cut; too many of them stop the run."""
         collector = state.collector
         for failure in failures:
             collector.env_errors += 1
-            report = self._report(failure, state)
+            report = self._report(failure, state, step)
             self.display.say(f"{failure} {report} Its episode is cut. Errors so far: {collector.env_errors}.")
         if collector.env_errors > self.config.max_env_errors:
             self.save(state)
@@ -147,15 +147,16 @@ class Recorder:
                 f" {self.config.max_env_errors}: the run is saved and stopped at step {state.step:,}. To go on: {more}"
             )
 
-    def _report(self, failure: EnvError, state: RunState) -> str:
+    def _report(self, failure: EnvError, state: RunState, step: int) -> str:
         """Write all that is known of a failure into a file of the run folder; a sentence with the most important."""
         place = failure.place
         if not place and failure.index is not None:
             k, i = divmod(failure.index, state.collector.obs.shape[1])
             place = f"environment {i} of seed {state.seeds[k]}"
-        name = f"step-{state.step}-{failure.index or 0}.txt"
+        copy = "all" if failure.index is None else failure.index
+        name = f"{'evaluation-' if failure.in_evaluation else ''}step-{step}-{copy}.txt"
         try:
-            self.run.write("errors", name, _details(failure, place, state.step).encode(errors="replace"))
+            self.run.write("errors", name, _details(failure, place, step).encode(errors="replace"))
             written = f"The full report is {self.run.path / 'errors' / name}."
         except T3DError as problem:
             written = f"The full report could not be written: {problem}"
@@ -164,7 +165,7 @@ class Recorder:
             for what, value in (("action", failure.action), ("observation", failure.obs))
             if value is not None
         )
-        where = f"It is {place}, at step {state.step:,} of the run{last}." if place else f"Step {state.step:,}."
+        where = f"It is {place}, after step {step:,} of the run{last}." if place else f"After step {step:,}."
         return f"{where} {written}"
 
 

@@ -198,12 +198,12 @@ class Trainer:
         state, envs = self.state, self.state.collector.envs
         until, started = self._next_due(), time.perf_counter()
         while state.step < until and not self.stop.requested:
-            rows = self.step()
+            before, rows = state.step, self.step()
             if rows:
                 self.recorder.episodes(rows)
             if envs.failures:
                 self.learner.flush()
-                self.recorder.cut(envs.failures, state)
+                self.recorder.cut(envs.failures, state, before)
             if time.perf_counter() - started > 0.25:
                 break
         self.recorder.display.advance(state.step, envs.lost)
@@ -420,9 +420,9 @@ def _restore_newest(state: RunState, recorder: Recorder) -> None:
         if found.about.get(name) != now:
             say(f"{name} was {shown(found.about.get(name))} and is {now!r}: the run goes on, but not bit for bit.")
     folder = run.path / "checkpoints" / f"step-{found.step}"
+    redone = f"; the metrics reach step {reached:,}: the steps between are repeated" if reached > found.step else ""
+    say(f"{run.path}: the newest complete checkpoint is of step {found.step:,}{redone}.")
     missed = restore(state, checkpoints.load(found, state.learner.memory), folder, config, say)
-    redone = f"; the metrics reach step {reached:,}: the steps between are repeated" if reached > state.step else ""
-    say(f"{run.path}: the newest whole checkpoint is of step {state.step:,}{redone}.")
     if config.real_env:
         say(
             "The environment is real, so nothing is replayed: its episode is cut here, and the run goes on, but not bit"

@@ -247,10 +247,12 @@ class Run:
     def command(self, verb: Literal["resume", "evaluate"], **options: Any) -> str:
         """The command that resumes or evaluates this run; a Python call if it needs a Python object."""
         config = self.config
-        needed = {"env": config.get("callable"), "network": config.get("network"), "algorithm": config.get("algorithm")}
-        by_hand = [name for name, given in needed.items() if given]
+        env = config["env"] if config["env"].isidentifier() else "make_env"
+        needed = {"env": env if config.get("callable") else None}
+        needed |= {name: config.get(name) and f"your_{name}" for name in ("network", "algorithm")}
+        by_hand = [f"{name}={given}" for name, given in needed.items() if given]
         if by_hand and verb == "resume":
-            given = [repr(str(self.path)), *(f"{name}=…" for name in by_hand)]
+            given = [repr(str(self.path)), *by_hand]
             return f"t3d.resume({', '.join([*given, *(f'{name}={value!r}' for name, value in options.items())])})"
         words = [word for name, value in options.items() for word in (flag(name), value)]
         module = config["env"].rpartition(":")[0]
