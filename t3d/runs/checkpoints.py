@@ -173,10 +173,11 @@ class Checkpoints:
             # A run may be saved twice at one step: replacing the manifest switches to the new state file atomically.
             name = _free_name(folder, "state")
             saved = folder.write(name, files.pack(new.state))
-            about = saved, segments, new.capacities, new.mark, self.about
-            folder.write_json(manifests.NAME, Manifest(self.run.identity, step, name, *about).to_json())
             if folder.sha256(name) != saved.sha256:
-                raise T3DError(f"{folder.path} does not hold the data that was written: the disk is unreliable.")
+                raise T3DError(f"{folder.path / name}: reading it back gave other data than were written.")
+            about = saved, segments, new.capacities, new.mark, self.about
+            # The checkpoint is committed here: with its manifest it exists, without one there is none.
+            folder.write_json(manifests.NAME, Manifest(self.run.identity, step, name, *about).to_json())
         with self._folder("checkpoints") as checkpoints:
             checkpoints.sync()
         self.segments = segments
