@@ -6,7 +6,7 @@ BASE is a folder with another checkout, as of `git worktree add`; ours is the on
 benchmarks/contenders/ours.py: environment steps with an update after each, batch 256, two hidden layers of 256, in a
 process with one core, because threads that wait for each other would count. Both get ready first: set-up, compiling
 and the first steps are not measured. Then they take the same steps in turns, and the order changes from round to round.
-A ratio is base/ours, the median of the rounds: above 1 ours is faster. In brackets are the quartiles of the rounds.
+A ratio is base/ours, the median of the rounds: above 1 ours is faster. The quartiles of the rounds are in brackets.
 A package that only one of the checkouts imports can be added with PYTHONPATH.
 """
 
