@@ -6,6 +6,7 @@ BASE is a folder with another checkout, as of `git worktree add`; ours is the on
 benchmarks/contenders/ours.py: environment steps with an update after each, batch 256, two hidden layers of 256, in a
 process with one core, because threads that wait for each other would count. Both get ready first: set-up, compiling
 and the first steps are not measured. Then they take the same steps in turns, and the order changes from round to round.
+Every five rounds both are new processes, because where its memory lies makes one some per cent slower than the next.
 A ratio is base/ours, the median of the rounds: above 1 ours is faster. The quartiles of the rounds are in brackets.
 A package that only one of the checkouts imports can be added with PYTHONPATH.
 """
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 OURS = Path(__file__).resolve().parent.parent
+ROUNDS_OF_A_PROCESS = 5
 CORE = max(os.sched_getaffinity(0))
 CASES = {
     f"{env} {mode}, {seeds} seed{'s' if seeds > 1 else ''}": [mode, "fp32", str(seeds), env]
@@ -79,10 +81,13 @@ def refuse_misplaced(path):
 
 def race(base, arguments, rounds, seconds):
     """Milliseconds of processor time a step in both checkouts, round by round, and how many steps a round has."""
-    sides = [Checkout(base, arguments), Checkout(OURS, arguments)]
-    steps = max(1, round(20 * seconds / max(side.take(20) for side in sides)))
-    times = [[], []]
+    sides, steps, times = [], 0, [[], []]
     for number in range(rounds):
+        if number % ROUNDS_OF_A_PROCESS == 0:
+            for side in sides:
+                side.close()
+            sides = [Checkout(base, arguments), Checkout(OURS, arguments)]
+            steps = steps or max(1, round(20 * seconds / max(side.take(20) for side in sides)))
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             times[side].append(sides[side].take(steps) / steps * 1e3)
     for side in sides:
