@@ -337,7 +337,7 @@ OTHER_NAMES = {
     "target-noise": ("policy-noise", "target-policy-noise"),
     "target-noise-clip": ("noise-clip",),
     "policy-delay": ("policy-freq", "policy-frequency"),
-    "actor-lr and --critic-lr": ("lr", "learning-rate"),
+    "actor-lr or --critic-lr": ("lr", "learning-rate"),
     "eval-every": ("eval-freq", "eval-frequency"),
     "gamma": ("discount",),
     "buffer-size": ("memory-size", "replay-size", "max-size"),
@@ -354,7 +354,7 @@ OTHER_NAMES = {
 def same_option(name: str) -> str:
     """The option that has another name elsewhere, as a sentence; or nothing."""
     word = name.lstrip("-").lower().replace("_", "-")
-    return next((f" Here it is --{own}." for own, others in OTHER_NAMES.items() if word in others), "")
+    return next((f" Did you mean --{own}?" for own, others in OTHER_NAMES.items() if word in others), "")
 
 
 def _misfit(name: str, option: Option, value: str) -> str:

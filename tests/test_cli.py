@@ -351,7 +351,7 @@ def test_an_unwritable_folder(tmp_path, capsys):
         ({"preset": []}, "preset cannot be []"),
         (100_000 * "[", "not valid JSON"),
         ({"callable": True}, "made by a function in Python"),
-        ({"gama": 1}, "no setting 'gama'. Did you mean gamma?"),
+        ({"gama": 1}, "no option 'gama'. Did you mean gamma?"),
         ({"hidden": "256"}, "hidden cannot be '256'"),
         ({"steps": 1.5}, "steps cannot be 1.5"),
         ({"format": 99}, "format 99"),
@@ -369,7 +369,7 @@ def test_a_corrupt_config_is_a_sentence(run, change, sentence, tmp_path, capsys)
 
 def test_python_has_the_same_sentences(tmp_path):
     for settings, sentence in (
-        ({"gama": 0.9}, "no setting 'gama'. Did you mean gamma?"),
+        ({"gama": 0.9}, "no option 'gama'. Did you mean gamma?"),
         ({"preset": "papr"}, "Did you mean paper?"),
         ({"steps": 2.5}, "steps cannot be 2.5"),
         ({"seeds": 0}, "between 1 and"),
@@ -459,5 +459,5 @@ def test_the_command_to_go_on_can_be_typed(run, tmp_path):
         said.append(Run.open(copy).command("resume", on_env_error="cut"))
     assert said[0].endswith(f" resume '{tmp_path}/a 0' --on-env-error cut --allow-module bots.arm")
     assert said[1].endswith(f" resume '{tmp_path}/a 1' --on-env-error cut --allow-env-args")
-    assert said[2] == f"t3d.resume('{tmp_path}/a 2', env=…, on_env_error='cut')"
-    assert said[3] == f"t3d.resume('{tmp_path}/a 3', network=…, on_env_error='cut')"
+    assert said[2] == f"t3d.resume('{tmp_path}/a 2', env=make_env, on_env_error='cut')"
+    assert said[3] == f"t3d.resume('{tmp_path}/a 3', network=your_network, on_env_error='cut')"

@@ -247,12 +247,12 @@ def test_a_failing_step_is_told_saved_and_passed(kind, what, tmp_path):
     said = str(stopped.value)
     assert re.search(what, said), said
     step = t3d.Run.open(path).metrics[-1]["step"]
-    assert "environment 0 of seed 0, at step 16 of the run" in said and "episode 1, step 7" in said
+    assert "environment 0 of seed 0, after step 16 of the run" in said and "episode 1, step 7" in said
     action = env.noted[-1]
     assert f"the last action [{action[0].item()}" in said and "observation [6.0" in said
     assert (
         "The run up to the failed step is saved" in said
-        and f"t3d.resume({str(path)!r}, env=…, on_env_error='cut')" in said
+        and f"t3d.resume({str(path)!r}, env=Fails, on_env_error='cut')" in said
     )
     report = (path / "errors" / "step-16-0.txt").read_text()
     assert "global step: 16" in report and "last action: [" in report and "episode: 1" in report

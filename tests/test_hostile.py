@@ -624,7 +624,7 @@ def test_what_t3d_load_may_not_take(tmp_path):
         given = {k: t.clone() for k, t in agent._saved().items()}
         dtype = torch.float64 if given[name].is_floating_point() else given[name].dtype
         given[name] = torch.full_like(given[name], value, dtype=dtype)
-        (tmp_path / "agent.safetensors").write_bytes(files.seal(given, {}))
+        (tmp_path / "agent.safetensors").write_bytes(files.seal(given, {"format": "1"}))
         with pytest.raises(T3DError, match=name):
             agent.load("agent", tmp_path)
 

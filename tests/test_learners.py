@@ -53,7 +53,7 @@ def filled_memory(device="cpu", normalize=False):
 
 
 def learner_of(agent, memory, config):
-    sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in steps.METRICS}
+    sums = {name: torch.zeros(len(SEEDS), device=config.device) for name in steps.METRICS + steps.POLICY_METRICS}
     try:
         return make_learner(LearnerState(agent, memory, sums), config), sums
     except CannotCompile as error:

@@ -218,7 +218,7 @@ def no_processes(monkeypatch):
     monkeypatch.setattr("t3d.evaluate.async_evaluator.with_pipe", refuse)
 
 
-@pytest.mark.filterwarnings("ignore:evaluations have no subprocess")
+@pytest.mark.filterwarnings("ignore:the evaluation subprocess is not available")
 @pytest.mark.parametrize("beside", ["on", "off"])
 def test_rows_keep_their_order_wherever_a_run_is_stopped(beside, tmp_path, no_processes):
     settings = {"async_eval": beside, "steps": 16, "eval_every": 6, "log_every": 4, "random_steps": 6}
@@ -230,7 +230,7 @@ def test_rows_keep_their_order_wherever_a_run_is_stopped(beside, tmp_path, no_pr
         assert play(tmp_path / str(after), Counter, (3,), (after,), **settings) == whole, after
 
 
-@pytest.mark.filterwarnings("ignore:evaluations have no subprocess")
+@pytest.mark.filterwarnings("ignore:the evaluation subprocess is not available")
 @pytest.mark.parametrize("name", names_of_state())
 def test_every_number_of_the_state_is_needed(name, tmp_path, no_processes):
     settings = {"n_step": 3, "num_envs": 2, "steps": 240, "updates_per_step": 0.5, "normalize_obs": "on"}
@@ -379,6 +379,7 @@ def test_before_the_first_checkpoint_it_starts_again(tmp_path, capsys):
     whole = end_of(run.path)
     for folder in ("checkpoints", "replay"):
         shutil.rmtree(run.path / folder)
+    (run.path / "metrics.jsonl").write_bytes(b"")  # the first checkpoint is older than the first row
     t3d.resume(run.path)
     assert "holds no checkpoint yet" in capsys.readouterr().out and end_of(run.path) == whole
 

@@ -162,7 +162,7 @@ def test_metrics_are_those_of_the_update():
     metrics = train(agent, memory, 1).metrics()
     assert metrics.keys() == {"critic_loss", "q_mean"} and metrics["critic_loss"].shape == (2,)
     torch.testing.assert_close(metrics["q_mean"], q.mean((0, 2)))
-    assert train(agent, memory, 1).metrics().keys() == set(steps.METRICS)
+    assert train(agent, memory, 1).metrics().keys() == {*steps.METRICS, *steps.POLICY_METRICS}
 
 
 def test_an_update_returns_every_value_that_it_computed():

@@ -12,7 +12,14 @@ import torch
 from killed import SMALL, end_of
 
 import t3d
-from t3d.torch_private import CannotCompile, compile_function, failures, has_avx512_bf16, import_compiler, load_cpp
+from t3d.torch_private import (
+    CannotCompile,
+    as_cannot_compile,
+    compile_function,
+    has_avx512_bf16,
+    import_compiler,
+    load_cpp,
+)
 
 PACKAGE = Path(t3d.__file__).parent
 IN_TEXT = re.compile(r"\btorch(\.\w+)*\._\w|\bfrom torch(\.\w+)* import _\w")
@@ -137,10 +144,10 @@ def test_whatever_fails_is_a_reason():
         (RuntimeError(), "RuntimeError: no reason given"),
         (CannotCompile("as it is"), "as it is"),
     ):
-        with pytest.raises(CannotCompile) as raised, failures():
+        with pytest.raises(CannotCompile) as raised, as_cannot_compile():
             raise error
         assert str(raised.value) == reason
-    with pytest.raises(KeyboardInterrupt), failures():
+    with pytest.raises(KeyboardInterrupt), as_cannot_compile():
         raise KeyboardInterrupt
 
 
