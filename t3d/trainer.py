@@ -30,7 +30,7 @@ from t3d.envs.batch import EnvError
 from t3d.envs.factory import differs
 from t3d.errors import T3DError, shown
 from t3d.evaluate.async_evaluator import make_evaluator, resolve_async_eval
-from t3d.evaluate.evaluator import AnyEvaluator, Evaluator, NoEvaluator, PolicySnapshot
+from t3d.evaluate.evaluator import AnyEvaluator, Evaluator, PolicySnapshot
 from t3d.learners import CannotCompile, Learner, hardware, make_learner
 from t3d.recorder import Recorder, Row, about, describe, finite
 from t3d.run_state import (
@@ -84,7 +84,7 @@ class Trainer:
         recorder: Recorder | None = None,
     ) -> None:
         self.state, self.learner, self.config = state, learner, config
-        self.evaluator: AnyEvaluator = evaluator or NoEvaluator()
+        self._evaluator = evaluator
         self._recorder, self.stop = recorder, Stop()
         self._schedule = Schedule(config.checkpoint_every, state.step)
         self._clock, self._clock_step = time.perf_counter(), state.step
@@ -164,6 +164,11 @@ class Trainer:
     def finished(self) -> bool:
         """Whether nothing is left to do."""
         return finished(self.state, self.config)
+
+    @property
+    def evaluator(self) -> AnyEvaluator:
+        assert self._evaluator is not None, "a run without evaluations has no evaluator"
+        return self._evaluator
 
     @property
     def recorder(self) -> Recorder:
@@ -275,7 +280,7 @@ class Trainer:
         rows = self.training_rows((state.step - self._clock_step) / (now - self._clock))
         self._clock, self._clock_step, state.logged = now, state.step, state.step
         self.recorder.training(rows)
-        if early := self.evaluator.poll():
+        if self._evaluator is not None and (early := self._evaluator.poll()):
             self.recorder.display.evaluated(state.evaluated, early)
 
     def training_rows(self, steps_per_second: float) -> list[Row]:
@@ -373,10 +378,11 @@ def due(before: int, now: int, every: int) -> bool:
     return before < 0 or now // every > before // every
 
 
-def _open_evaluator(stack: ExitStack, setup: RunSetup, state: RunState, config: Config) -> AnyEvaluator:
+def _open_evaluator(stack: ExitStack, setup: RunSetup, state: RunState, config: Config) -> AnyEvaluator | None:
     """The evaluator of a run; its environments must have the observations and actions of training."""
-    networks = state.learner.agent.networks
-    evaluator = stack.enter_context(closing(make_evaluator(setup.factory, setup.seeds, config, networks)))
+    evaluator = make_evaluator(setup.factory, setup.seeds, config, state.learner.agent.networks)
+    if evaluator is not None:
+        stack.enter_context(closing(evaluator))
     envs = state.collector.envs
     if isinstance(evaluator, Evaluator) and differs(
         (envs.layout, envs.actions), (evaluator.envs.layout, evaluator.envs.actions)

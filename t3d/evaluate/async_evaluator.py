@@ -20,7 +20,7 @@ from t3d.envs import EnvBatch, EnvFactory
 from t3d.envs.worker import end_only_with_parent, said
 from t3d.envs.workers import with_pipe
 from t3d.errors import warn
-from t3d.evaluate.evaluator import AnyEvaluator, Evaluation, Evaluator, NoEvaluator, PolicySnapshot, StopCheck
+from t3d.evaluate.evaluator import AnyEvaluator, Evaluation, Evaluator, PolicySnapshot, StopCheck
 from t3d.learners import hardware
 from t3d.limits import cores
 from t3d.networks import Networks, Parameters
@@ -50,10 +50,12 @@ def free_cores(envs: int) -> int:
     return max(0, cores() - envs)
 
 
-def make_evaluator(factory: EnvFactory, seeds: Sequence[int], config: Config, networks: Networks) -> AnyEvaluator:
-    """The evaluator of a run."""
+def make_evaluator(
+    factory: EnvFactory, seeds: Sequence[int], config: Config, networks: Networks
+) -> AnyEvaluator | None:
+    """The evaluator of a run; None if it has no evaluations."""
     if not config.eval_every:
-        return NoEvaluator()
+        return None
     if config.async_eval == "on":
         return AsyncEvaluator(factory, seeds, config, networks)
     return Evaluator(factory, seeds, config)

@@ -204,22 +204,6 @@ class _Episodes:
         return ended_now
 
 
-class NoEvaluator:
-    """For runs without evaluations."""
-
-    concurrent = False
-
-    def submit(self, snapshot: PolicySnapshot) -> None: ...
-
-    def poll(self) -> Evaluation | None:
-        return None
-
-    def result(self, snapshot: PolicySnapshot, stop: StopCheck) -> Evaluation | None:
-        return None
-
-    def close(self) -> None: ...
-
-
 NEGLIGIBLE = 0.01
 
 
