@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.func import grad
 
 from t3d import rng
-from t3d.networks import MLP, Networks, Parameters, any_of, first, sync_encoder
+from t3d.networks import MLP, Networks, Parameters, first, sync_encoder
 from t3d.optim import AdamState, adam, init_adam, polyak
 from t3d.replay import Batch
 from t3d.rng import Purpose
@@ -114,9 +114,9 @@ def init_agent(
 
 def draw(agent: Agent, batch_size: int, action_dim: int) -> tuple[Tensor, Tensor]:
     """The random numbers of each seed's next update: `bits` (S, B) draw the batch, `noise` (S, B, A) is for step 6."""
-    updates = agent.updates
+    updates = agent.critic_adam.count
     bits = rng.halves(agent.seeds, Purpose.SAMPLING, updates, (batch_size,))
-    shape, dtype = (batch_size, action_dim), any_of(agent.actor).dtype
+    shape, dtype = (batch_size, action_dim), next(iter(agent.actor.values())).dtype
     return bits, rng.normal(agent.seeds, Purpose.SMOOTHING, updates, shape, dtype)
 
 
